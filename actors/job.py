@@ -1,0 +1,190 @@
+"""Job: what a user submits. The contract between files, command line, REST service and driver."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+
+from planner.cluster import Cluster, Links, resolve_cluster
+from planner.errors import Contract, UserError, parse, read_yaml
+from planner.model_spec import ModelSpec, resolve_model
+from planner.plan import Plan, Precision, read_plan
+from planner.units import Seconds
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+class Data(Contract):
+    """The text to learn: a file, a folder, or `python-stdlib` (the standard library's own sources)."""
+
+    path: str = Field(min_length=1)
+    pattern: str = Field(default="*", description="glob for the files of a folder, searched recursively")
+    tokenizer: Literal["byte"] = "byte"
+
+
+class Optimizer(Contract):
+    """AdamW with decoupled weight decay; norms and biases do not decay."""
+
+    name: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"betas = {value}: both must be at least 0 and below 1")
+        return value
+
+
+class LearningRate(Contract):
+    """Linear warm-up to `peak`, then `schedule` down to `minimum` at the last step."""
+
+    peak: float = Field(gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    minimum: float = Field(default=0.0, ge=0)
+
+    def at(self, iteration: int, *, steps: int) -> float:
+        """Rate of an iteration counted from 1."""
+        if iteration <= self.warmup_steps:
+            return self.peak * iteration / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        # Iteration `steps` is the last, and the first to reach the minimum.
+        done = (iteration - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.minimum + (self.peak - self.minimum) * max(0.0, left)
+
+
+class Training(Contract):
+    global_batch_size: int = Field(ge=1, description="samples an iteration")
+    sequence_length: int = Field(ge=1, description="tokens a sample")
+    steps: int = Field(ge=1, description="iterations")
+    seed: int = Field(default=0, ge=0)
+    optimizer: Optimizer = Optimizer()
+    learning_rate: LearningRate = LearningRate(peak=3e-4)
+    precision: Precision = "fp32"
+    gradient_clip: float | None = Field(default=1.0, gt=0, description="largest global norm; null for none")
+
+    @field_validator("learning_rate", mode="before")
+    @classmethod
+    def _bare_number(cls, value: Any) -> Any:
+        return {"peak": value} if isinstance(value, int | float) else value
+
+    @field_validator("precision")
+    @classmethod
+    def _available(cls, value: Precision) -> Precision:
+        if value == "fp16":
+            raise ValueError("precision = 'fp16' is not available yet; use bf16 or fp32")
+        return value
+
+
+class Runtime(Contract):
+    """How the plan is executed. `timeout_seconds` bounds every wait for a peer."""
+
+    gradient_sync: Literal["block"] = "block"
+    wire_dtype: Literal["fp32"] = "fp32"
+    timeout_seconds: Seconds = Field(default=60.0, gt=0)
+    on_nan: Literal["stop"] = "stop"
+
+
+class Emulation(Contract):
+    """Emulated devices: `time_scale` wall seconds stand for one device second (`auto` picks the least
+    that the host can keep up with); a byte measured on the host counts as `memory_scale` device bytes;
+    `links` replaces the cluster's links, for example to keep a tiny model's ratio of compute to traffic
+    that of a large one."""
+
+    time_scale: Literal["auto"] | float = "auto"
+    memory_scale: float = Field(default=1.0, gt=0)
+    links: Links | None = None
+
+    @field_validator("time_scale")
+    @classmethod
+    def _positive(cls, value: Any) -> Any:
+        if value != "auto" and value <= 0:
+            raise ValueError(f"time_scale = {value} must be above 0, or auto")
+        return value
+
+
+class Job(Contract):
+    """One training job. Relative paths start at the job file's folder (`base`)."""
+
+    version: Literal[1] = 1
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    model: ModelSpec
+    data: Data
+    training: Training
+    cluster: Literal["auto"] | Cluster = "auto"
+    plan: Literal["auto"] | Plan = "auto"
+    strategy: str = "eth"
+    runtime: Runtime = Runtime()
+    emulation: Emulation | None = None
+
+    _base: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _agree(self) -> Job:
+        if self.training.sequence_length > self.model.max_sequence_length:
+            raise ValueError(
+                f"training.sequence_length = {self.training.sequence_length} is more than the model's"
+                f" max_sequence_length = {self.model.max_sequence_length}; shorten it"
+            )
+        if self.emulation is not None and isinstance(self.cluster, Cluster) and not self.cluster.emulated:
+            raise ValueError("emulation is given, but no node of the cluster says emulate: true")
+        if isinstance(self.plan, Plan):
+            self._agree_with_plan(self.plan)
+        return self
+
+    def _agree_with_plan(self, plan: Plan) -> None:
+        stated = [
+            ("model", self.model, plan.model),
+            ("training.global_batch_size", self.training.global_batch_size, plan.global_batch_size),
+            ("training.sequence_length", self.training.sequence_length, plan.sequence_length),
+            ("training.precision", self.training.precision, plan.dtypes.param),
+            ("runtime.gradient_sync", self.runtime.gradient_sync, plan.gradient_sync),
+        ]
+        if isinstance(self.cluster, Cluster):
+            stated.append(("cluster", self.cluster, plan.cluster))
+        for field, mine, planned in stated:
+            if mine != planned:
+                shown = "" if not isinstance(mine, str | int) else f" = {mine} (the plan says {planned})"
+                raise ValueError(
+                    f"{field}{shown} differs from the plan's; make them agree, or use plan: auto"
+                )
+
+    @property
+    def base(self) -> Path:
+        """Folder that relative paths start at."""
+        return self._base
+
+    def data_path(self) -> Path:
+        return Path(self.base, self.data.path).expanduser()
+
+
+def parse_job(data: object, *, base: Path, source: str = "job") -> Job:
+    """A Job from decoded YAML/JSON. `model`, `cluster` and `plan` may be names or files under `base`.
+
+    Raises UserError: one line that names the field, the value and the remedy.
+    """
+    if not isinstance(data, dict):
+        raise UserError(f"{source}: a job is a mapping with name, model, data and training")
+    filled = dict(data)
+    if "model" in filled:
+        filled["model"] = resolve_model(filled["model"], base=base)
+    if filled.get("cluster", "auto") != "auto":
+        filled["cluster"] = resolve_cluster(filled["cluster"], base=base)
+    if isinstance(plan := filled.get("plan", "auto"), str) and plan != "auto":
+        filled["plan"] = read_plan(base / plan)
+    job = parse(Job, filled, source=source)
+    job._base = base
+    return job
+
+
+def read_job(path: Path) -> Job:
+    """The Job in a YAML or JSON file."""
+    return parse_job(read_yaml(path, what="job"), base=path.resolve().parent, source=str(path))

@@ -1,0 +1,1 @@
+"""Subcommands of `eth`, one file each."""

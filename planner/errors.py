@@ -1,0 +1,78 @@
+"""The one error type that is meant for a user's eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class UserError(ValueError):
+    """Something the user wrote cannot be done.
+
+    The message is one line that names the field, the value and the remedy. Command lines print it
+    as it is and exit with code 2; the REST service answers with it as a problem's detail.
+    """
+
+
+class Contract(BaseModel):
+    """Base of every file format: unknown keys are refused, values are immutable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse(model: type[Model], data: object, *, source: str) -> Model:
+    """Validate `data` as a `model`; on failure raise a UserError of one line per problem.
+
+    `source` is the file name or other origin that the message starts with.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        # A bad item also makes its list "too short"; only the innermost problem helps the user.
+        problems = error.errors()
+        places = [problem["loc"] for problem in problems]
+        told = [
+            _describe(problem)
+            for problem in problems
+            if problem["type"] != "too_short"
+            or not any(
+                len(p) > len(problem["loc"]) and p[: len(problem["loc"])] == problem["loc"] for p in places
+            )
+        ]
+        raise UserError(f"{source}: " + "; ".join(told)) from None
+
+
+def read_yaml(path: Path, *, what: str) -> object:
+    """The content of a YAML or JSON file; a UserError that names the file if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{what} file {path} does not exist; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} file {path} cannot be read: {error}") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = " ".join(str(error).split())
+        raise UserError(f"{what} file {path} is not valid YAML or JSON: {place}") from None
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    field = ".".join(str(part) for part in problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{field} is not a known key; remove it or check its spelling"
+    if problem["type"] == "missing":
+        return f"{field} is missing; add it"
+    if problem["type"] == "value_error":
+        return f"{field}: {message}" if field else message
+    shown = repr(problem["input"])
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{field} = {shown}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,45 @@
+"""The named operators of a layer, in forward order: what profiler, cost model and recompute share."""
+
+from __future__ import annotations
+
+from planner.model_spec import ModelSpec
+
+# The thirteen operators of a GPT-3 layer; Table 3 of the paper recomputes qkv, scores, softmax and
+# attention_dropout.
+GPT3_OPERATORS = (
+    "attention_norm",
+    "qkv",
+    "scores",
+    "softmax",
+    "attention_dropout",
+    "context",
+    "attention_output",
+    "attention_residual",
+    "mlp_norm",
+    "mlp_up",
+    "activation",
+    "mlp_down",
+    "mlp_residual",
+)
+
+LLAMA_OPERATORS = (
+    "attention_norm",
+    "qkv",
+    "rotary",
+    "scores",
+    "softmax",
+    "attention_dropout",
+    "context",
+    "attention_output",
+    "attention_residual",
+    "mlp_norm",
+    "mlp_gate_up",
+    "activation",
+    "mlp_down",
+    "mlp_residual",
+)
+
+
+def layer_operators(model: ModelSpec) -> tuple[str, ...]:
+    """Names of a layer's operators, in forward order."""
+    return GPT3_OPERATORS if model.family == "gpt3" else LLAMA_OPERATORS
