@@ -1,0 +1,1 @@
+"""Does the work: Ray actors over a training engine."""

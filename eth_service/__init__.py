@@ -1,0 +1,1 @@
+"""Asks for work and shows it: REST service, command line and dashboard."""

@@ -1,0 +1,1 @@
+"""Decides the work: pure functions over data."""
