@@ -1,0 +1,103 @@
+"""Which samples form an iteration, and the tensors of them.
+
+The text is cut into windows of `sequence_length` tokens, each read with the token after it. An epoch
+takes every window once, in an order that the seed and the epoch decide; iterations take the next
+`global_batch_size` windows. So what an iteration trains on depends on the seed and the iteration, never
+on the plan, and any rank can name its samples without having seen the ones before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from actors.engine.tokens import TokenFile
+
+Indices = npt.NDArray[np.int64]
+
+_ROUNDS = 6
+
+
+class Samples:
+    """The samples of a training run, read from a token file.
+
+    Raises UserError if the text is shorter than one sample.
+    """
+
+    def __init__(self, tokens: TokenFile, *, sequence_length: int, global_batch_size: int, seed: int) -> None:
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+        self._global_batch_size = global_batch_size
+        self._seed = seed
+        self._windows = tokens.windows(sequence_length)
+
+    def batch(self, iteration: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples [first, last) of an iteration's global batch; iterations count from 1.
+
+        Returns inputs and labels, int64 `[last - first, sequence_length]`; a label is the next token.
+        """
+        assert 0 <= first <= last <= self._global_batch_size, (first, last)
+        chosen = sample_positions(
+            seed=self._seed,
+            iteration=iteration,
+            global_batch_size=self._global_batch_size,
+            windows=self._windows,
+        )[first:last]
+        within = np.arange(self._sequence_length + 1)
+        rows = self._tokens.tokens[chosen[:, None] * self._sequence_length + within]
+        both = torch.from_numpy(rows.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+def sample_positions(*, seed: int, iteration: int, global_batch_size: int, windows: int) -> Indices:
+    """Indices of the windows in an iteration's global batch, in order; iterations count from 1."""
+    assert iteration >= 1
+    start = (iteration - 1) * global_batch_size
+    drawn = np.arange(start, start + global_batch_size)
+    epochs, within = np.divmod(drawn, windows)
+    positions = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        mask = epochs == epoch
+        positions[mask] = permuted(within[mask], size=windows, seed=seed, epoch=int(epoch))
+    return positions
+
+
+def permuted(indices: Indices, *, size: int, seed: int, epoch: int) -> Indices:
+    """Where a permutation of range(size), keyed by seed and epoch, takes each index.
+
+    A Feistel network permutes the numbers of an even count of bits, whatever its round function;
+    stepping on from numbers outside the range (cycle walking) makes it a permutation of the range. It
+    needs no table, so a text of any length costs no memory.
+    """
+    half = max(1, -(-(size - 1).bit_length() // 2))
+    keys = _round_keys(seed, epoch)
+    values = _feistel(indices.astype(np.uint64), half, keys)
+    # The domain is less than four times the range (or four), so few steps remain after each.
+    while (outside := values >= size).any():
+        values[outside] = _feistel(values[outside], half, keys)
+    return values.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Every bit of the input changes about half the bits of the output (splitmix64's finalizer)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,67 @@
+"""Parameters as a rank's stage holds them, without a model around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from actors.engine.weights import initial_parameter, shard
+from planner.gradient_blocks import GradientBlock, gradient_blocks, rank_blocks
+from planner.parameters import Parameter, stage_parameters
+from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class HeldLeaf:
+    spec: Parameter
+    leaf: torch.nn.Parameter
+    tp: int
+    tp_rank: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.leaf.detach()
+
+
+def make_handles(
+    plan: Plan, rank: int, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[HeldLeaf]:
+    """The parameters of a rank's stage with their initial values."""
+    place = plan.ranks[rank]
+    stage = plan.pipelines[place.pipeline].stages[place.stage]
+    handles = []
+    for parameter in stage_parameters(plan.model, stage):
+        whole = initial_parameter(parameter, model=plan.model, seed=seed)
+        local = shard(parameter, whole, tp=stage.tp, tp_rank=place.tp_rank).to(dtype)
+        handles.append(HeldLeaf(parameter, torch.nn.Parameter(local), stage.tp, place.tp_rank))
+    return handles
+
+
+def own_blocks(plan: Plan, rank: int) -> tuple[GradientBlock, ...]:
+    return rank_blocks(gradient_blocks(plan), rank)
+
+
+def block_groups(plan: Plan, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for each set of holders that the rank belongs to.
+
+    Every rank makes every group, which costs those outside it nothing: torch names a group made with
+    `use_local_synchronization` by how many groups the rank has, and ranks of unlike stages differ in that.
+    """
+    holders = dict.fromkeys(block.holders for block in gradient_blocks(plan) if len(block.holders) > 1)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in holders}
+    return {ranks: group for ranks, group in groups.items() if rank in ranks}
+
+
+def contribution(
+    parameter: Parameter, *, pipeline: int, stage: int, replica: int, micro_batch: int
+) -> torch.Tensor:
+    """A made-up gradient of a whole parameter: what one replica of one stage adds for a micro-batch."""
+    text = f"{parameter.name} {pipeline} {stage} {replica} {micro_batch}"
+    return initial_gradient(text, parameter.shape)
+
+
+def initial_gradient(text: str, shape: tuple[int, ...]) -> torch.Tensor:
+    seed = int.from_bytes(text.encode(), "little") % (2**62)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
