@@ -33,6 +33,7 @@ class Samples:
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._windows = tokens.windows(sequence_length)
+        self._known: tuple[int, Indices] | None = None
 
     def batch(self, iteration: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples [first, last) of an iteration's global batch; iterations count from 1.
@@ -40,16 +41,23 @@ class Samples:
         Returns inputs and labels, int64 `[last - first, sequence_length]`; a label is the next token.
         """
         assert 0 <= first <= last <= self._global_batch_size, (first, last)
-        chosen = sample_positions(
-            seed=self._seed,
-            iteration=iteration,
-            global_batch_size=self._global_batch_size,
-            windows=self._windows,
-        )[first:last]
+        chosen = self._positions(iteration)[first:last]
         within = np.arange(self._sequence_length + 1)
         rows = self._tokens.tokens[chosen[:, None] * self._sequence_length + within]
         both = torch.from_numpy(rows.astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _positions(self, iteration: int) -> Indices:
+        # An iteration's micro-batches ask one after the other.
+        if self._known is None or self._known[0] != iteration:
+            positions = sample_positions(
+                seed=self._seed,
+                iteration=iteration,
+                global_batch_size=self._global_batch_size,
+                windows=self._windows,
+            )
+            self._known = (iteration, positions)
+        return self._known[1]
 
 
 def sample_positions(*, seed: int, iteration: int, global_batch_size: int, windows: int) -> Indices:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from planner.gradient_blocks import GradientBlock
+from planner.gradient_calls import GradientCall, Section
 from planner.parameters import Parameter
 
 
@@ -77,8 +78,10 @@ class Piece:
 class GradientBuffer:
     """The gradients of a rank's parameters, accumulated by hooks on the leaves.
 
-    A leaf's gradient is added and freed as soon as backward has made it. `blocks` are those of the rank,
-    in launch order. Padding of vocabulary shards has no place in the buffer.
+    A leaf's gradient is added and freed as soon as backward has made it. `blocks` are those that the rank
+    holds; `sections` say where they lie, by default one after the other. What no block of the rank fills
+    (the rounding of sections, the padding of device-wise ones) is zero until a collective writes there.
+    Padding of vocabulary shards has no place in the buffer.
     """
 
     def __init__(
@@ -86,14 +89,25 @@ class GradientBuffer:
         *,
         handles: Sequence[HeldParameter],
         blocks: Sequence[GradientBlock],
+        sections: Sequence[Section] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._offsets = dict(zip((b.index for b in blocks), _starts([b.numel for b in blocks]), strict=True))
+        if sections is None:
+            sections = [Section(block.index, block.holders, (block,), block.numel) for block in blocks]
+        self._sections = dict(
+            zip((s.index for s in sections), _starts([s.numel for s in sections]), strict=True)
+        )
+        self._offsets = {
+            block.index: self._sections[section.index] + start
+            for section in sections
+            for block, start in section.places()
+        }
         device = handles[0].local.device
-        self.flat = torch.zeros(sum(block.numel for block in blocks), dtype=dtype, device=device)
+        self.flat = torch.zeros(sum(section.numel for section in sections), dtype=dtype, device=device)
         places = _places(blocks, self._offsets)
         self._pieces: list[Piece] = []
         self._hooks: list[RemovableHandle] = []
+        self._on_arrival: Callable[[str], None] | None = None
         for handle in handles:
             shape = handle.spec.padded_shard_shape(tp=handle.tp)
             assert handle.local.shape == shape, f"{handle.spec.name}: {handle.local.shape} is not {shape}"
@@ -101,10 +115,10 @@ class GradientBuffer:
                 (run, _buffer_view(self.flat, handle.spec, run)) for run in layout_runs(handle, places)
             ]
             self._pieces += [_piece(handle, run, view) for run, view in targets]
-            hook = _accumulator(handle, targets)
+            hook = self._accumulator(handle, targets)
             self._hooks.append(handle.leaf.register_post_accumulate_grad_hook(hook))
-        held = sum(piece.gradient.numel() for piece in self._pieces)
-        assert held == self.flat.numel(), f"blocks hold {self.flat.numel()} elements, parameters {held}"
+        held, filled = sum(piece.gradient.numel() for piece in self._pieces), sum(b.numel for b in blocks)
+        assert held == filled, f"blocks hold {filled} elements, parameters {held}"
 
     def zero(self) -> None:
         """Forget the gradients of the last iteration."""
@@ -114,15 +128,45 @@ class GradientBuffer:
         """A block's part of the buffer: flat and contiguous."""
         return self.flat.narrow(0, self._offsets[block.index], block.numel)
 
+    def call_view(self, call: GradientCall) -> torch.Tensor:
+        """What a collective sums: flat and contiguous."""
+        return self.flat.narrow(0, self._sections[call.section] + call.start, call.numel)
+
+    def section_view(self, section: Section) -> torch.Tensor:
+        """A section's part of the buffer, its rounding included."""
+        return self.flat.narrow(0, self._sections[section.index], section.numel)
+
     def pieces(self) -> list[Piece]:
         """Every parameter element of the rank once, padding left out."""
         return list(self._pieces)
+
+    def on_arrival(self, callback: Callable[[str], None] | None) -> None:
+        """Call back with a parameter's name after each time that its gradient was added."""
+        self._on_arrival = callback
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _accumulator(
+        self, handle: HeldParameter, targets: Sequence[tuple[Run, torch.Tensor]]
+    ) -> Callable[[torch.Tensor], None]:
+        """A hook that adds a leaf's new gradient to the buffer, in the buffer's precision, and frees it."""
+
+        def accumulate(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            gradient = _local_gradient(leaf.grad)
+            # Broadcasting would add a gradient of another shape without a word.
+            assert gradient.shape == handle.local.shape, f"{handle.spec.name}: {gradient.shape}"
+            for run, view in targets:
+                view.add_(_local_view(handle, gradient, run))
+            leaf.grad = None
+            if self._on_arrival is not None:
+                self._on_arrival(handle.spec.name)
+
+        return accumulate
 
 
 def _piece(handle: HeldParameter, run: Run, gradient: torch.Tensor) -> Piece:
@@ -137,23 +181,6 @@ def _piece(handle: HeldParameter, run: Run, gradient: torch.Tensor) -> Piece:
         gradient=gradient,
         decays=spec.decays,
     )
-
-
-def _accumulator(
-    handle: HeldParameter, targets: Sequence[tuple[Run, torch.Tensor]]
-) -> Callable[[torch.Tensor], None]:
-    """A hook that adds a leaf's new gradient to the buffer, in the buffer's precision, and frees it."""
-
-    def accumulate(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        gradient = _local_gradient(leaf.grad)
-        # Broadcasting would add a gradient of another shape without a word.
-        assert gradient.shape == handle.local.shape, f"{handle.spec.name}: {gradient.shape}"
-        for run, view in targets:
-            view.add_(_local_view(handle, gradient, run))
-        leaf.grad = None
-
-    return accumulate
 
 
 def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from actors.engine.gradient_buffer import GradientBuffer
+from actors.engine.gradient_transport import CallTransport, GroupTransport, Work
 from planner.gradient_blocks import GradientBlock
+from planner.gradient_calls import GradientCall, GradientLayout, Section
+
+__all__ = ["BlockSync", "BlockTransport", "CallTime", "GradientSync", "GroupTransport", "Work"]
 
 # A norm taken in fp32 over 20 million elements at once is wrong by 2e-3 on a CPU; in pieces of this many
 # elements it is right to 1e-6.
 _NORM_PIECE = 1 << 16
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object: ...
 
 
 class BlockTransport(Protocol):
@@ -30,28 +29,142 @@ class BlockTransport(Protocol):
         ...
 
 
-class GroupTransport:
-    """One flat all-reduce a block on the process group of its holders."""
+@dataclass(frozen=True)
+class CallTime:
+    """When a call was under way on this rank, by `time.monotonic()`: from its launch, or where its transport
+    knows it from when all holders were ready, until it was found complete."""
 
-    def __init__(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
-        self._groups = groups
-
-    def all_reduce(self, block: GradientBlock, data: torch.Tensor) -> Work:
-        work = dist.all_reduce(data, group=self._groups[block.holders], async_op=True)
-        assert work is not None, f"this rank is not in the group of block {block.index}"
-        return work
+    call: GradientCall
+    start: float
+    end: float
 
 
-class GradientSync(Protocol):
-    """Turns each rank's own gradients into those of the global batch.
+class GradientSync:
+    """Turns each rank's own gradients into those of the global batch, by the calls of any scheme.
 
     The trainer calls `start` when the last backward is done, then `finish`; between the two the buffer
-    belongs to the collectives. Afterwards every holder of an element holds the same bits.
+    belongs to the collectives. To overlap them with the last micro-batch's backward, it calls `arm` before
+    that: each call is then launched when the last gradient that it takes has arrived, but not before the
+    rank's earlier calls. Afterwards every holder of an element holds the same bits.
+
+    Args:
+        layout: the plan's; the rank's calls are launched in its order.
+        before_launch: called on each call that `arm` launches; an emulated device paces itself there.
     """
 
-    def start(self) -> None: ...
-    def finish(self) -> None: ...
-    def square_sum(self) -> torch.Tensor: ...
+    def __init__(
+        self,
+        *,
+        buffer: GradientBuffer,
+        layout: GradientLayout,
+        rank: int,
+        transport: CallTransport,
+        before_launch: Callable[[GradientCall], None] | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._transport = transport
+        self._before_launch = before_launch
+        sections = {section.index: section for section in layout.sections_of(rank)}
+        self._own = [
+            buffer.block_view(block)
+            for section in sections.values()
+            for block in section.blocks
+            if block.holders[0] == rank
+        ]
+        self._launches = [
+            _Launch.of(call, sections[call.section], buffer, rank) for call in layout.calls_of(rank)
+        ]
+        self._users: dict[str, list[int]] = {}
+        for index, launch in enumerate(self._launches):
+            for name in launch.parameters:
+                self._users.setdefault(name, []).append(index)
+        self._missing: list[int] = []
+        self._running: list[tuple[GradientCall, float, Work]] = []
+        self.times: list[CallTime] = []
+
+    def arm(self) -> None:
+        """From now on, each parameter's next gradient is the iteration's last."""
+        assert not self._running, "the last synchronisation is not finished"
+        self._missing = [len(launch.parameters) for launch in self._launches]
+        self._buffer.on_arrival(self._arrived)
+
+    def start(self) -> None:
+        """Launch what is not under way yet."""
+        self._buffer.on_arrival(None)
+        while len(self._running) < len(self._launches):
+            self._launch()
+
+    def finish(self) -> None:
+        """Wait until the buffer holds the global batch's gradients."""
+        self.times = []
+        for call, launched, work in self._running:
+            try:
+                work.wait()
+            except Exception as error:
+                error.add_note(f"while gradients were summed over ranks {', '.join(map(str, call.holders))}")
+                raise
+            start, end = getattr(work, "span", (launched, time.monotonic()))
+            self.times.append(CallTime(call, start, end))
+        self._running.clear()
+
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares of the synchronised gradients that this rank answers for: a scalar, fp32.
+
+        The first holder of a block answers for it, so the sum over the world counts every parameter
+        element once, however the pipelines are cut, and is not finite on any rank if one
+        element is not.
+        """
+        pieces = [piece for data in self._own for piece in data.split(_NORM_PIECE)]
+        if not pieces:
+            return torch.zeros((), device=self._buffer.flat.device)
+        return torch.stack(torch._foreach_norm(pieces)).float().square().sum()
+
+    def close(self) -> None:
+        """Let go of what the transport holds."""
+        self._buffer.on_arrival(None)
+        self._transport.close()
+
+    def _arrived(self, parameter: str) -> None:
+        for index in self._users.get(parameter, ()):
+            self._missing[index] -= 1
+        while len(self._running) < len(self._launches) and not self._missing[len(self._running)]:
+            if self._before_launch is not None:
+                self._before_launch(self._launches[len(self._running)].call)
+            self._launch()
+
+    def _launch(self) -> None:
+        launch = self._launches[len(self._running)]
+        for data, weight in launch.weighted:
+            data.mul_(weight)
+        launched = time.monotonic()
+        work = self._transport.all_reduce(launch.call, launch.data)
+        self._running.append((launch.call, launched, work))
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A call as one rank sees it: its data, what of it the rank scales first, and whose gradients it takes."""
+
+    call: GradientCall
+    data: torch.Tensor
+    weighted: list[tuple[torch.Tensor, float]]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, call: GradientCall, section: Section, buffer: GradientBuffer, rank: int) -> _Launch:
+        data = buffer.call_view(call)
+        weighted, parameters = [], set[str]()
+        for block, start in section.places():
+            if rank not in block.holders:
+                continue
+            first, last = max(call.start, start), min(call.stop, start + block.numel)
+            if first < last and (weight := block.weight(rank)) != 1.0:
+                weighted.append((data[first - call.start : last - call.start], weight))
+            for atom in block.atoms:
+                if start < call.stop and start + atom.numel > call.start:
+                    parameters.add(atom.parameter)
+                start += atom.numel
+        return cls(call, data, weighted, frozenset(parameters))
 
 
 class BlockSync:

@@ -1,0 +1,37 @@
+"""A replica's rows of every micro-batch of its pipeline (design 6.3, law 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.engine.data import Samples
+from actors.engine.model.loss import NOT_COUNTED
+from planner.plan import Plan, RankPlace
+
+
+class ReplicaBatches:
+    """Cuts a pipeline's range of the global batch into micro-batches, and those by the stage's `rows`.
+
+    The last micro-batch may reach past the pipeline's samples; the surplus rows hold token 0 and labels
+    that are not counted.
+    """
+
+    def __init__(self, *, plan: Plan, place: RankPlace, samples: Samples, device: torch.device) -> None:
+        pipeline = plan.pipelines[place.pipeline]
+        self._samples = samples
+        self._device = device
+        self._sequence_length = plan.sequence_length
+        self._micro_batch_size = pipeline.micro_batch_size
+        self._first, self._last = plan.sample_ranges()[place.pipeline]
+        self._rows = pipeline.stages[place.stage].row_range(place.replica)
+
+    def micro_batch(self, iteration: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels, int64 `[rows, sequence]`, of one micro-batch of an iteration (from 1)."""
+        start = self._first + index * self._micro_batch_size
+        first, last = (min(start + row, self._last) for row in self._rows)
+        inputs, labels = self._samples.batch(iteration, first, last)
+        surplus = (self._rows[1] - self._rows[0]) - (last - first)
+        if surplus:
+            inputs = torch.cat([inputs, inputs.new_zeros(surplus, self._sequence_length)])
+            labels = torch.cat([labels, labels.new_full((surplus, self._sequence_length), NOT_COUNTED)])
+        return inputs.to(self._device), labels.to(self._device)

@@ -1,0 +1,359 @@
+"""How one collective of gradients travels: at once or inside nodes first, in fp32 or narrower on the wire.
+
+Every holder of a call starts it in the launch order. What needs one operation on one process group is left to
+torch; what needs several in a row (`Steps`) runs on a thread or a stream of its own, one call after another,
+so that the steps of two calls never mix and backward goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from planner.collectives import Reduction
+from planner.gradient_calls import GradientCall, Section, call_reduction
+from planner.plan import Plan
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""Process groups of more than one rank, by their ranks in ascending order."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object: ...
+
+
+class CallTransport(Protocol):
+    """How a call is summed over its holders: called on each of them, in launch order."""
+
+    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        """Start to sum `data` (flat, contiguous, fp32) in place; it is complete after the work's `wait`.
+
+        Until then nobody else may touch it. Afterwards every holder holds the same bits.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads; nothing may be under way, or it has failed."""
+        ...
+
+
+class GroupTransport:
+    """One flat all-reduce a call on the process group of its holders."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        work = dist.all_reduce(data, group=self._groups[call.holders], async_op=True)
+        assert work is not None, f"this rank is not among the holders {call.holders}"
+        return work
+
+    def close(self) -> None:
+        return None
+
+
+def make_transport(
+    plan: Plan,
+    groups: Groups,
+    *,
+    rank: int,
+    calls: Sequence[GradientCall],
+    device: torch.device,
+) -> CallTransport:
+    """The transport of a rank's calls: each is reduced as the planner chose for its links and its size."""
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtypes.wire]
+    reductions = {call.index: call_reduction(plan, call) for call in calls}
+    stepped = [call for call in calls if wire != torch.float32 or reductions[call.index].algorithm != "flat"]
+    if not stepped:
+        return GroupTransport(groups)
+    steps = Steps(groups, rank=rank, wire=wire, device=device, largest=max(c.numel for c in stepped))
+    return SteppedTransport(groups, steps=steps, reductions=reductions, wire=wire)
+
+
+class SteppedTransport:
+    """Calls whose way takes several steps, or another precision, beside calls that torch does at once."""
+
+    def __init__(
+        self, groups: Groups, *, steps: Steps, reductions: dict[int, Reduction], wire: torch.dtype
+    ) -> None:
+        self._flat = GroupTransport(groups)
+        self._steps = steps
+        self._reductions = reductions
+        self._wire = wire
+        self._courier = make_courier(steps.device)
+
+    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        reduction = self._reductions[call.index]
+        if reduction.algorithm == "flat" and self._wire == data.dtype:
+            return self._flat.all_reduce(call, data)
+        return self._courier.start(lambda: self._steps.all_reduce(call.holders, reduction, data))
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+class Steps:
+    """All-reduce, reduce-scatter and all-gather of flat fp32 data as blocking steps on one rank.
+
+    With a narrower `wire` precision every contribution is rounded once, summed in fp32 and rounded once more:
+    two roundings whatever the number of members, where a ring that adds in the wire's precision has one a
+    member. `largest` is the most elements of one call: its scratch exists from the start.
+    """
+
+    def __init__(
+        self, groups: Groups, *, rank: int, wire: torch.dtype, device: torch.device, largest: int
+    ) -> None:
+        self._groups = groups
+        self._rank = rank
+        self._wire = wire
+        self.device = device
+        # The members' shares are rounded up, by less than an element each.
+        room = largest + max((len(ranks) for ranks in groups), default=0)
+        self._received = torch.empty(room, dtype=wire, device=device)
+        self._sent = torch.empty(room if wire != torch.float32 else 0, dtype=wire, device=device)
+
+    def all_reduce(self, holders: Sequence[int], reduction: Reduction, data: torch.Tensor) -> None:
+        """Sum `data` over the holders in the way that was chosen; all end with the same bits."""
+        nodes = [tuple(holders[position] for position in node) for node in reduction.nodes]
+        across = [tuple(holders[position] for position in group) for group in reduction.across]
+        if reduction.algorithm == "flat":
+            self._flat(tuple(holders), data)
+        elif reduction.algorithm == "slices":
+            node, between = self._own(nodes), self._own(across)
+            shard = self.reduce_scatter(node, data)
+            self._flat(between, shard)
+            self.all_gather(node, data)
+        else:
+            self._by_leader(self._own(nodes), across[0], data)
+
+    def reduce_scatter(self, ranks: tuple[int, ...], data: torch.Tensor) -> torch.Tensor:
+        """Sum `data` over the ranks, each its own equal shard of it, in place; returns the shard.
+
+        The ranks must divide the elements (as they do a `Section`'s). What is outside the shard is undefined.
+        """
+        shard = self._shard(ranks, data)
+        if len(ranks) == 1:
+            return shard
+        group = self._groups[ranks]
+        if self._wire == data.dtype and not _is_gloo(group):
+            dist.reduce_scatter_single(shard, data, group=group)
+            return shard
+        received = self._received[: data.numel()]
+        dist.all_to_all_single(received, self._on_wire(data), group=group)
+        torch.sum(received.view(len(ranks), -1), 0, dtype=data.dtype, out=shard)
+        return shard
+
+    def all_gather(self, ranks: tuple[int, ...], data: torch.Tensor) -> None:
+        """Give every rank all shards of `data`, each from the rank that `reduce_scatter` left it on.
+
+        On the wire's precision the own shard is rounded too, so that all ranks end with the same bits.
+        """
+        if len(ranks) == 1:
+            return
+        narrow = self._wire != data.dtype
+        whole = self._received[: data.numel()] if narrow else data
+        shard = self._shard(ranks, whole)
+        if narrow:
+            shard.copy_(self._shard(ranks, data))
+        group = self._groups[ranks]
+        if _is_gloo(group):
+            self._exchange_shards(ranks, whole, shard)
+        else:
+            dist.all_gather_single(whole, shard, group=group)
+        if narrow:
+            data.copy_(whole)
+
+    def _flat(self, ranks: tuple[int, ...], data: torch.Tensor) -> None:
+        if len(ranks) == 1:
+            return
+        if self._wire == data.dtype:
+            dist.all_reduce(data, group=self._groups[ranks])
+        else:
+            self._narrow(ranks, data)
+
+    def _narrow(self, ranks: tuple[int, ...], data: torch.Tensor) -> None:
+        """`data` of any length: the ranks' shares of it are rounded up, and the scratch with them."""
+        size = -(-data.numel() // len(ranks))
+        sent, received = self._sent[: size * len(ranks)], self._received[: size * len(ranks)]
+        sent[: data.numel()].copy_(data)
+        sent[data.numel() :].zero_()
+        dist.all_to_all_single(received, sent, group=self._groups[ranks])
+        rows = received.view(len(ranks), size)
+        own = self._shard(ranks, sent)
+        own.copy_(torch.sum(rows, 0, dtype=data.dtype))
+        if _is_gloo(self._groups[ranks]):
+            self._exchange_shards(ranks, sent, own)
+        else:
+            dist.all_gather_single(received, own, group=self._groups[ranks])
+            sent = received
+        data.copy_(sent[: data.numel()])
+
+    def _by_leader(self, node: tuple[int, ...], leaders: tuple[int, ...], data: torch.Tensor) -> None:
+        leader = node[0]
+        if len(node) > 1:
+            self._reduce_to(leader, node, data)
+        if self._rank == leader:
+            self._flat(leaders, data)
+        if len(node) > 1:
+            self._broadcast_from(leader, node, data)
+
+    def _reduce_to(self, leader: int, node: tuple[int, ...], data: torch.Tensor) -> None:
+        if self._wire == data.dtype:
+            dist.reduce(data, leader, group=self._groups[node])
+            return
+        # One member after another: the sum is in fp32, in the same order every time.
+        received = self._received[: data.numel()]
+        if self._rank != leader:
+            dist.send(self._on_wire(data), leader, group=self._groups[node])
+            return
+        data.copy_(self._on_wire(data))
+        for member in node[1:]:
+            dist.recv(received, member, group=self._groups[node])
+            data.add_(received)
+
+    def _broadcast_from(self, leader: int, node: tuple[int, ...], data: torch.Tensor) -> None:
+        wire = data if self._wire == data.dtype else self._on_wire(data)
+        dist.broadcast(wire, leader, group=self._groups[node])
+        if wire is not data:
+            data.copy_(wire)
+
+    def _exchange_shards(self, ranks: tuple[int, ...], whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """All-gather in place by messages between every two ranks: gloo's own copies, and takes more turns."""
+        group, me = self._groups[ranks], ranks.index(self._rank)
+        rows = whole.view(len(ranks), -1)
+        works = []
+        for distance in range(1, len(ranks)):
+            sender = (me - distance) % len(ranks)
+            receiver = (me + distance) % len(ranks)
+            works.append(dist.isend(shard, ranks[receiver], group=group))
+            works.append(dist.irecv(rows[sender], ranks[sender], group=group))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _on_wire(self, data: torch.Tensor) -> torch.Tensor:
+        if self._wire == data.dtype:
+            return data
+        return self._sent[: data.numel()].copy_(data)
+
+    def _shard(self, ranks: tuple[int, ...], data: torch.Tensor) -> torch.Tensor:
+        size, rest = divmod(data.numel(), len(ranks))
+        assert rest == 0, f"{data.numel()} elements are not cut evenly by {len(ranks)} ranks"
+        return data.narrow(0, ranks.index(self._rank) * size, size)
+
+    def _own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return next(group for group in groups if self._rank in group)
+
+
+class SectionTransport:
+    """Reduce-scatter and all-gather of whole sections: what sharded optimizer state (ZeRO) needs.
+
+    A holder keeps `Section.shard(rank)` of a section; the section's rounding makes all shards equal.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._courier = make_courier(steps.device)
+
+    def reduce_scatter(self, section: Section, data: torch.Tensor) -> Work:
+        """Start to sum the section's data; after `wait` this rank's shard of it, in place, is complete."""
+        return self._courier.start(lambda: self._steps.reduce_scatter(section.holders, data))
+
+    def all_gather(self, section: Section, data: torch.Tensor) -> Work:
+        """Start to fill the section's data from the shards of all holders."""
+        return self._courier.start(lambda: self._steps.all_gather(section.holders, data))
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+class Courier(Protocol):
+    """Does what it is handed, one thing after another, beside the caller's own work."""
+
+    def start(self, steps: Callable[[], object]) -> Work: ...
+
+    def close(self) -> None: ...
+
+
+def make_courier(device: torch.device) -> Courier:
+    """A thread where collectives block their caller, a stream where they only block their stream."""
+    return ThreadCourier() if device.type == "cpu" else StreamCourier(device)
+
+
+class ThreadCourier:
+    """A thread that runs steps in order. After the first error, what follows fails at once and alike."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def start(self, steps: Callable[[], object]) -> Work:
+        if self._thread is None:
+            # A daemon: a process that ends for another reason does not wait for a peer that is gone.
+            self._thread = threading.Thread(target=self._run, name="gradient courier", daemon=True)
+            self._thread.start()
+        done: Future[object] = Future()
+        self._queue.put((steps, done))
+        return _FutureWork(done)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while (task := self._queue.get()) is not None:
+            steps, done = task
+            if error is None:
+                try:
+                    done.set_result(steps())
+                    continue
+                except BaseException as raised:
+                    error = raised
+            done.set_exception(error)
+
+
+class _FutureWork:
+    def __init__(self, future: Future[object]) -> None:
+        self._future = future
+
+    def wait(self) -> object:
+        return self._future.result()
+
+
+class StreamCourier:
+    """A stream beside the device's current one; NCCL and HCCL queue their operations on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def start(self, steps: Callable[[], object]) -> Work:
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            steps()
+            return _EventWork(self._stream.record_event())
+
+    def close(self) -> None:
+        return None
+
+
+class _EventWork:
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> object:
+        torch.accelerator.current_stream().wait_event(self._event)
+        return None
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"

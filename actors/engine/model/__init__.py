@@ -1,0 +1,1 @@
+"""The transformer, built stage by stage."""

@@ -1,0 +1,148 @@
+"""Process groups of a plan: the same list on every rank, made in the same order (design 6.1)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from actors.engine.support import device_backend
+from planner.gradient_blocks import GradientBlock
+from planner.plan import Plan, RankPlace
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One process group. `name` says what it is for; `ranks` are ascending."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def tp_group_name(place: RankPlace) -> str:
+    """Name of the TP group of a rank's replica."""
+    return f"tp {place.pipeline}.{place.stage}.{place.replica}"
+
+
+def exchange_group_name(kind: str, pipeline: int) -> str:
+    """Name of a pipeline's group for messages of one kind, `activations` or `gradients`.
+
+    A group a direction: where messages of one pair share a queue (NCCL, HCCL), a send must never wait
+    behind a receive of the other direction.
+    """
+    return f"{kind} {pipeline}"
+
+
+def block_group_name(holders: Sequence[int]) -> str:
+    """Name of the group of a gradient block's holders."""
+    return "holders " + ",".join(map(str, holders))
+
+
+def group_specs(plan: Plan, blocks: Sequence[GradientBlock]) -> tuple[GroupSpec, ...]:
+    """Every group of more than one rank, in the order in which they are made. Pure: depends on the plan."""
+    specs: dict[str, tuple[int, ...]] = {}
+    members: dict[str, list[int]] = {}
+    for place in plan.ranks:
+        members.setdefault(tp_group_name(place), []).append(place.rank)
+    for index, pipeline in enumerate(plan.pipelines):
+        if len(pipeline.stages) > 1:
+            ranks = [place.rank for place in plan.ranks if place.pipeline == index]
+            for kind in ("activations", "gradients"):
+                members[exchange_group_name(kind, index)] = ranks
+    for name, ranks in members.items():
+        specs[name] = tuple(ranks)
+    for block in blocks:
+        specs.setdefault(block_group_name(block.holders), block.holders)
+    return tuple(GroupSpec(name, ranks) for name, ranks in specs.items() if len(ranks) > 1)
+
+
+# A process may see several generations of groups. DTensor keeps what it worked out for a mesh by the mesh's
+# ranks and dim names, and with it the groups of a generation that is gone: so no two share a dim name.
+_GENERATIONS = itertools.count()
+
+
+class ProcessGroups:
+    """The groups of one rank, from `open` to `close`; one at a time in a process, as torch has one world.
+
+    A wait for a peer longer than the timeout raises; so does a wait for one that died.
+    """
+
+    def __init__(self, groups: dict[GroupSpec, dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._by_name = {spec.name: group for spec, group in groups.items()}
+        self._generation = next(_GENERATIONS)
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        plan: Plan,
+        blocks: Sequence[GradientBlock],
+        rank: int,
+        store: dist.Store,
+        timeout_seconds: float,
+        device: torch.device,
+    ) -> ProcessGroups:
+        """Meet all ranks at the store and make this rank's groups."""
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(
+            device_backend(plan, plan.ranks[rank].device),
+            store=store,
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        made = {}
+        for spec in group_specs(plan, blocks):
+            # On every rank, since torch numbers groups as it makes them and members meet by that number.
+            # Those outside a group pass by: no rank waits for more than the group's other members.
+            group = dist.new_group(list(spec.ranks), timeout=timeout, group_desc=spec.name)
+            if rank in spec.ranks:
+                made[spec] = group
+        return cls(made)
+
+    def tp_mesh(self, place: RankPlace, device: torch.device) -> DeviceMesh | None:
+        """The mesh of the replica's TP group; None without TP."""
+        group = self._by_name.get(tp_group_name(place))
+        if group is None:
+            return None
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"tp{self._generation}",))
+
+    def exchange(self, kind: str, pipeline: int) -> dist.ProcessGroup | None:
+        """The group for messages of one kind in a pipeline; None if it has a single stage."""
+        return self._by_name.get(exchange_group_name(kind, pipeline))
+
+    def holders(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The groups of gradient blocks' holders, by their ranks."""
+        return {
+            spec.ranks: group
+            for spec, group in self._groups.items()
+            if spec.name == block_group_name(spec.ranks)
+        }
+
+    def all_reduce(self, block: GradientBlock, data: torch.Tensor) -> dist.Work:
+        """Start to sum a gradient block's `data`, flat and contiguous, over its holders, in place."""
+        work = dist.all_reduce(data, group=self._by_name[block_group_name(block.holders)], async_op=True)
+        assert work is not None, f"this rank does not hold block {block.index}"
+        return work
+
+    def abort(self) -> None:
+        """After a failure: cut the connections, so that peers fail at once and not at their timeout.
+
+        Only gloo can do so with collectives under way; elsewhere the end of the process does it.
+        """
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            self.close()
+
+    def close(self) -> None:
+        """Leave all groups; peers that still wait for this rank get an error."""
+        self._groups.clear()
+        self._by_name.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""One stage's iteration on one rank: 1F1B over its micro-batches, messages included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from actors.engine.device import Device
+from actors.engine.exchange import Exchange
+from actors.engine.model.stage import StageModel
+from actors.engine.schedule import Step, StepKind, one_f_one_b
+
+Batch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """When a step ran, by `time.monotonic()`, waiting for its message left out."""
+
+    kind: StepKind
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass
+class StageResult:
+    """What an iteration's steps left: the scaled losses of the last stage, and when each step ran."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    times: list[StepTime] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A micro-batch between its forward and its backward.
+
+    The edge instead of the output: the graph needs no more, so the output is freed once it is sent.
+    """
+
+    edge: GradientEdge
+    received: torch.Tensor | None
+
+
+class StageRunner:
+    """Runs the micro-batches of one iteration after another; gradients arrive in the leaves."""
+
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        exchange: Exchange,
+        device: Device,
+        stages: int,
+        stage: int,
+        micro_batches: int,
+        loss_scale: float,
+    ) -> None:
+        self._model = model
+        self._exchange = exchange
+        self._device = device
+        self._micro_batches = micro_batches
+        self._loss_scale = loss_scale
+        self._steps: list[Step] = one_f_one_b(stages=stages, stage=stage, micro_batches=micro_batches)
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def run(self, batch: Batch) -> StageResult:
+        """All steps of one iteration. `batch` gives a micro-batch's inputs and labels."""
+        result = StageResult()
+        self._in_flight.clear()
+        self._exchange.start(self._micro_batches)
+        for step in self._steps:
+            run = self._forward if step.kind == "forward" else self._backward
+            run(step.micro_batch, batch, result)
+        self._exchange.finish()
+        return result
+
+    def _forward(self, micro_batch: int, batch: Batch, result: StageResult) -> None:
+        model = self._model
+        inputs, labels, received = None, None, None
+        if model.has_embedding or model.has_head:
+            inputs, labels = batch(micro_batch)
+        if not model.has_embedding:
+            inputs = received = self._exchange.activations.receive().requires_grad_()
+        assert inputs is not None
+        start = time.monotonic()
+        with self._device.step("forward"):
+            output = model(inputs, labels if model.has_head else None, self._loss_scale)
+        result.times.append(StepTime("forward", micro_batch, start, time.monotonic()))
+        self._in_flight[micro_batch] = _InFlight(get_gradient_edge(output), received)
+        if model.has_head:
+            result.losses.append(output.detach())
+        else:
+            self._exchange.activations.send(output.detach())
+            # Only now: posted earlier, the buffer would be held all through the warm-up.
+            self._exchange.gradients.post()
+
+    def _backward(self, micro_batch: int, batch: Batch, result: StageResult) -> None:
+        gradient = None if self._model.has_head else self._exchange.gradients.receive()
+        in_flight = self._in_flight.pop(micro_batch)
+        start = time.monotonic()
+        with self._device.step("backward"):
+            torch.autograd.backward(in_flight.edge, gradient)
+        result.times.append(StepTime("backward", micro_batch, start, time.monotonic()))
+        if in_flight.received is not None:
+            assert in_flight.received.grad is not None
+            self._exchange.gradients.send(in_flight.received.grad)

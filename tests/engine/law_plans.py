@@ -1,0 +1,121 @@
+"""Plans for the laws: hand-picked ones, each for a reason, and a family that hypothesis draws from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from planner.cluster import Cluster
+from planner.model_spec import ModelSpec
+from planner.plan import Plan
+from tests.plans import Degrees, make_model, make_plan
+
+FP32: dict[str, Any] = {"param": "fp32"}
+MOST_RANKS = 6
+
+# 257 entries: no TP degree divides them. Twelve heads: 2, 3, 4 and 6 do.
+MODEL = make_model(max_sequence_length=16)
+
+
+def cpu_cluster(*counts: int) -> Cluster:
+    """One node; devices of type `kind0`, `kind1`, .., so many of each. All are the host's processor."""
+    figures = {
+        "backend": "cpu",
+        "peak_tflops": {"fp32": 1},
+        "memory_bytes": "1 GiB",
+        "memory_bandwidth": "10 GB/s",
+    }
+    devices = [{"type": f"kind{index}", "count": count} for index, count in enumerate(counts)]
+    types = {f"kind{index}": figures for index in range(len(counts))}
+    return Cluster.model_validate({"device_types": types, "nodes": [{"name": "host", "devices": devices}]})
+
+
+def plan_of(*pipelines: list[Degrees], model: ModelSpec = MODEL, **fields: Any) -> Plan:
+    """A plan for host processors in fp32; see `make_plan`."""
+    count = sum(tp * dp for stages in pipelines for tp, dp, _ in stages)
+    return make_plan(model, pipelines, cluster=cpu_cluster(count), **({"dtypes": FP32} | fields))
+
+
+def uneven_rows() -> Plan:
+    """Four replicas of two device types that take unlike shares hand to two, and those to two TP ranks."""
+    plan = plan_of([(1, 4, 2), (1, 2, 2)], micro_batch_sizes=[8], samples=[16])
+    data = plan.model_dump()
+    data["cluster"] = cpu_cluster(2, 4).model_dump()
+    first, second = data["pipelines"][0]["stages"]
+    first["rows"] = [1, 1, 3, 3]
+    second["rows"] = [4, 4]
+    return Plan.model_validate(data)
+
+
+HAND_PICKED: dict[str, Plan] = {
+    "one device": plan_of([(1, 1, 4)]),
+    "two stages, embedding tied over them": plan_of([(1, 1, 2), (1, 1, 2)], samples=[5]),
+    "vocabulary cut in unequal shards": plan_of([(2, 1, 4)], samples=[3]),
+    "replicas": plan_of([(1, 2, 4)]),
+    "two unlike pipelines": plan_of([(1, 1, 4)], [(1, 1, 1), (1, 1, 3)], samples=[3, 5]),
+    "tensor parallel against data parallel": plan_of([(2, 1, 4)], [(1, 2, 4)], samples=[2, 6]),
+    "three pipelines of unlike layers": plan_of(
+        [(1, 1, 4)], [(1, 1, 1), (1, 1, 3)], [(1, 1, 2), (2, 1, 2)], samples=[4, 3, 2]
+    ),
+    "four replicas hand to two": plan_of([(1, 4, 2), (1, 2, 2)], micro_batch_sizes=[4], samples=[12]),
+    "rows by device type": uneven_rows(),
+    "fewer micro-batches than stages": plan_of(
+        [(1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1)], [(1, 1, 2), (1, 1, 2)], samples=[2, 1]
+    ),
+    "surplus samples masked": plan_of(
+        [(1, 2, 2), (1, 1, 2)], [(1, 1, 4)], micro_batch_sizes=[4, 3], samples=[5, 4]
+    ),
+    "degrees that do not divide each other": plan_of([(3, 1, 2), (1, 1, 2)], [(2, 1, 4)], samples=[3, 2]),
+    "stages without layers, head apart": plan_of(
+        [(1, 1, 0), (2, 1, 4), (1, 1, 0)],
+        model=make_model(max_sequence_length=16, tied_embedding=False),
+        samples=[3],
+    ),
+    "four heads on four ranks, unlike replicas": plan_of(
+        [(4, 1, 2)], [(1, 2, 2)], model=make_model(layers=2, hidden_size=32, heads=4), samples=[1, 2]
+    ),
+}
+
+
+@st.composite
+def _stages(draw: st.DrawFn, *, layers: int, most_ranks: int) -> list[Degrees]:
+    count = draw(st.integers(1, min(3, most_ranks, layers)))
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=count - 1, max_size=count - 1)))
+    bounds = [0, *cuts, layers]
+    stages, left = [], most_ranks
+    for number in range(count):
+        room = left - (count - number - 1)
+        tp = draw(st.sampled_from([degree for degree in (1, 2, 3, 4) if degree <= room]))
+        dp = draw(st.integers(1, min(3, room // tp)))
+        stages.append((tp, dp, bounds[number + 1] - bounds[number]))
+        left -= tp * dp
+    return stages
+
+
+@st.composite
+def drawn_plans(draw: st.DrawFn) -> Plan:
+    """Any plan of two to six ranks: unlike pipelines, stages, degrees, micro-batches and surpluses."""
+    layers = draw(st.integers(2, 5))
+    model = make_model(
+        layers=layers,
+        vocab_size=draw(st.sampled_from([257, 258, 263])),
+        tied_embedding=draw(st.booleans()),
+        max_sequence_length=16,
+    )
+    pipelines: list[list[Degrees]] = []
+    left = MOST_RANKS
+    for number in range(draw(st.integers(1, 3))):
+        # The first pipeline leaves a rank to each that may follow.
+        room = left - max(0, 2 - number)
+        pipelines.append(draw(_stages(layers=layers, most_ranks=max(1, room))))
+        left -= sum(tp * dp for tp, dp, _ in pipelines[-1])
+        if left < 1:
+            break
+    sizes, samples = [], []
+    for stages in pipelines:
+        common = next(size for size in range(1, 37) if all(size % dp == 0 for _, dp, _ in stages))
+        sizes.append(common * draw(st.integers(1, 2)))
+        samples.append(draw(st.integers(1, 3 * sizes[-1])))
+    plan = plan_of(*pipelines, model=model, micro_batch_sizes=sizes, samples=samples)
+    return plan

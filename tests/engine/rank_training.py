@@ -1,0 +1,133 @@
+"""Trains a plan on the pool's ranks, and puts what they hold together to whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from actors.engine.tokens import prepare_tokens
+from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
+from actors.job import LearningRate, Training
+from planner.parameters import Parameter, model_parameters
+from planner.plan import Plan
+from tests.engine.rank_pool import RankPool
+from tests.engine.reference import Tensors, Trained
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a whole tensor: the half-open range along the parameter's `tp_dim`; None is all."""
+
+    name: str
+    tp_range: tuple[int, int] | None
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    reports: list[IterationReport]
+    gradients: list[Part]
+    parameters: list[Part]
+
+
+def leave_pool_groups(rank: int) -> dist.Store:
+    """End the pool's own group, since torch has one world a process; the store for another one."""
+    store = dist.distributed_c10d._get_default_store()
+    size = dist.get_world_size()
+    # Not before all have joined it: a rank that leaves early breaks the connections of those that still come.
+    store.set(f"joined{rank}", "")
+    store.wait([f"joined{other}" for other in range(size)])
+    dist.destroy_process_group()
+    return dist.PrefixStore("own groups", store)
+
+
+def make_trainer(config: TrainerConfig, rank: int) -> Trainer:
+    """A Trainer in a process of the pool."""
+    return Trainer(config=config, rank=rank, store=leave_pool_groups(rank))
+
+
+def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
+    """A rank's whole training."""
+    trainer = make_trainer(config, rank)
+    reports, gradients = [], list[Part]()
+    for iteration in range(1, config.training.steps + 1):
+        if iteration == 1:
+            # Before the first update: the gradient as synchronised, not clipped.
+            trainer.compute_gradients(1)
+            gradients = [
+                Part(piece.name, piece.tp_range, piece.logical(piece.gradient).clone())
+                for piece in trainer.buffer.pieces()
+            ]
+        reports.append(trainer.run_iteration(iteration))
+    parameters = [
+        Part(piece.name, piece.tp_range, piece.logical(piece.parameter).clone())
+        for piece in trainer.buffer.pieces()
+    ]
+    trainer.close()
+    return RankOutcome(reports, gradients, parameters)
+
+
+def train_plan(pool: RankPool, plan: Plan, training: Training, tokens: Path) -> Trained:
+    """Train on real ranks. Asserts on the way that all holders of an element hold the same bits."""
+    config = TrainerConfig(plan=plan, training=training, tokens=tokens, timeout_seconds=30)
+    outcomes: Sequence[RankOutcome] = pool.run(train_rank, config, world_size=plan.world_size)
+    told = {tuple((r.loss, r.gradient_norm) for r in outcome.reports) for outcome in outcomes}
+    assert len(told) == 1, "ranks differ in what they report of the world"
+    whole = {parameter.name: parameter for parameter in model_parameters(plan.model)}
+    return Trained(
+        losses=[report.loss for report in outcomes[0].reports],
+        norms=[report.gradient_norm for report in outcomes[0].reports],
+        gradients=assembled(whole, (part for outcome in outcomes for part in outcome.gradients)),
+        parameters=assembled(whole, (part for outcome in outcomes for part in outcome.parameters)),
+    )
+
+
+def assembled(whole: dict[str, Parameter], parts: Iterable[Part]) -> Tensors:
+    """Whole tensors; where parts overlap, they must be the same to the bit (laws 4 and 6)."""
+    found: Tensors = {}
+    covered: Tensors = {}
+    for part in parts:
+        parameter = whole[part.name]
+        tensor = found.setdefault(part.name, part.value.new_zeros(parameter.shape))
+        known = covered.setdefault(part.name, torch.zeros(parameter.shape, dtype=torch.bool))
+        if part.tp_range is not None:
+            assert parameter.tp_dim is not None
+            start, stop = part.tp_range
+            tensor = tensor.narrow(parameter.tp_dim, start, stop - start)
+            known = known.narrow(parameter.tp_dim, start, stop - start)
+        assert torch.equal(tensor[known], part.value[known]), f"holders of {part.name} differ"
+        tensor.copy_(part.value)
+        known.fill_(True)
+    missing = [name for name in whole if name not in covered or not bool(covered[name].all())]
+    assert not missing, f"no rank holds all of {missing}"
+    return found
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `b`, in fp64."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def write_tokens(folder: Path) -> Path:
+    """A token file of made-up text, enough for many samples."""
+    text = folder / "text.txt"
+    text.write_text(
+        "".join(f"{i} times {i} is {i * i}, and {i} is no {chr(97 + i % 26)}.\n" for i in range(2000))
+    )
+    return prepare_tokens(text, cache_dir=folder).path
+
+
+def training_of(plan: Plan, *, steps: int, gradient_clip: float | None = None) -> Training:
+    """Settings for a plan. The rate is low: larger ones amplify round-off chaotically (design 6.3)."""
+    return Training(
+        global_batch_size=plan.global_batch_size,
+        sequence_length=plan.sequence_length,
+        steps=steps,
+        learning_rate=LearningRate(peak=1e-4, schedule="cosine", warmup_steps=3),
+        precision=plan.dtypes.param,
+        gradient_clip=gradient_clip,
+    )

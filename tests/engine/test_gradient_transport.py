@@ -1,0 +1,185 @@
+"""What carries gradients: shards of sections, the thread that runs steps, ranks that die or hang on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from actors.engine.gradient_transport import CallTransport, SectionTransport, Steps, ThreadCourier, Work
+from planner.gradient_calls import GradientCall, Section, gradient_layout
+from tests.engine.held_parameters import Rig, gradient_groups, rig_transport
+from tests.engine.rank_pool import RankError, RankPool
+from tests.gradient_plans import variant
+from tests.plans import make_model, make_plan
+
+CPU = torch.device("cpu")
+SMALL = make_model(hidden_size=24)
+HOLDERS = ((0,), (1, 2), (0, 1, 2), (0, 2, 3))
+
+
+def _sections() -> list[Section]:
+    """Sections of unlike sizes; all but the first are rounded up to their holders."""
+    sizes = [7, 101, 1000, 4097]
+    return [
+        Section(index, holders, (), -(-size // len(holders)) * len(holders))
+        for index, (holders, size) in enumerate(zip(HOLDERS, sizes, strict=True))
+    ]
+
+
+def _contribution(section: Section, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * section.index + rank)
+    return torch.randn(section.numel, generator=generator)
+
+
+def _scatter_and_gather(
+    rank: int, wire: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """What a rank contributed to each section, its shard of the sum, and what it gathered."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in HOLDERS}
+    sections = [section for section in _sections() if rank in section.holders]
+    steps = Steps(groups, rank=rank, wire=wire, device=CPU, largest=max(s.numel for s in sections))
+    transport = SectionTransport(steps)
+    data = [_contribution(section, rank) for section in sections]
+    works = [transport.reduce_scatter(*pair) for pair in zip(sections, data, strict=True)]
+    shards = []
+    for work, section, whole in zip(works, sections, data, strict=True):
+        work.wait()
+        shards.append(whole[slice(*section.shard(rank))].clone())
+    for work in [transport.all_gather(*pair) for pair in zip(sections, data, strict=True)]:
+        work.wait()
+    transport.close()
+    return [
+        (_contribution(section, rank), shard, whole)
+        for section, shard, whole in zip(sections, shards, data, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_sections_are_reduced_to_shards_and_gathered(rank_pool: RankPool, wire: torch.dtype) -> None:
+    results = [iter(answer) for answer in rank_pool.run(_scatter_and_gather, wire, world_size=4)]
+    for section in _sections():
+        held = [next(results[rank]) for rank in section.holders]
+        total = sum(mine.double() for mine, _, _ in held)
+        assert isinstance(total, torch.Tensor)
+        exact = wire == torch.float32 or len(held) == 1
+        tolerance = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 0.01, "atol": 0.05}
+        for rank, (_, shard, whole) in zip(section.holders, held, strict=True):
+            torch.testing.assert_close(shard.double(), total[slice(*section.shard(rank))], **tolerance)
+            torch.testing.assert_close(whole.double(), total, **tolerance)
+            assert torch.equal(whole, held[0][2]), "holders gathered unlike bits"
+
+
+def test_the_courier_works_in_order_and_fails_for_good() -> None:
+    courier, done = ThreadCourier(), list[int]()
+
+    def broken() -> None:
+        raise ConnectionError("peer gone")
+
+    works = [courier.start(lambda number=number: done.append(number)) for number in range(20)]
+    for work in works:
+        work.wait()
+    assert done == list(range(20))
+    first, second = courier.start(broken), courier.start(lambda: done.append(20))
+    for work in (first, second):
+        with pytest.raises(ConnectionError, match="peer gone"):
+            work.wait()
+    assert done[-1] == 19
+    (thread,) = [t for t in threading.enumerate() if t.name == "gradient courier"]
+    courier.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+TIMEOUT_SECONDS = 5.0
+VICTIM = 1
+
+
+class _FailingTransport:
+    """Takes part in one call; at the second it dies, or never comes."""
+
+    def __init__(self, inner: CallTransport, *, dies: bool) -> None:
+        self._inner = inner
+        self._dies = dies
+        self._calls = 0
+
+    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        self._calls += 1
+        if self._calls == 2:
+            if self._dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        return self._inner.all_reduce(call, data)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _failing_sync(rank: int, wire: str, dies: bool, folder: Path) -> None:
+    """The others are inside the iteration's collectives with the victim, one of them complete."""
+    plan = make_plan(SMALL, [[(1, 1, 4)], [(1, 1, 2), (1, 1, 2)]], dtypes={"wire": wire})
+    groups = gradient_groups(plan, rank, timeout_seconds=TIMEOUT_SECONDS)
+    transport = rig_transport(plan, rank, groups)
+    # All connections exist: what fails is a collective, not a first meeting.
+    Rig.make(plan, rank, transport=transport).run_once()
+    if rank == VICTIM:
+        transport = _FailingTransport(transport, dies=dies)
+    rig = Rig.make(plan, rank, transport=transport)
+    dist.barrier()
+    started = time.monotonic()
+    try:
+        rig.run_once()
+    except Exception as error:
+        seconds = time.monotonic() - started
+        notes = " ".join(getattr(error, "__notes__", []))
+        (folder / f"{rank}.txt").write_text(f"{seconds}\n{type(error).__name__}: {error} {notes}")
+        raise
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_dies_or_hangs_in_a_collective_is_an_error_of_all_within_the_timeout(
+    tmp_path: Path, wire: str, dies: bool
+) -> None:
+    pool = RankPool()
+    try:
+        with pytest.raises(RankError, match=r"exit code -9" if dies else r"_failing_sync"):
+            pool.run(_failing_sync, wire, dies, tmp_path, world_size=3)
+    finally:
+        pool.close()
+    told = {path.stem: path.read_text() for path in tmp_path.iterdir()}
+    assert set(told) == {"0", "2"}
+    for text in told.values():
+        seconds, _, error = text.partition("\n")
+        # A death is noticed as the connection breaks, a hang by the timeout, and never twice in a row.
+        assert float(seconds) < 3 * TIMEOUT_SECONDS
+        assert re.search("onnection (closed|reset)" if dies else "[Tt]imed out|[Tt]imeout", error), error
+        assert "while gradients were summed over ranks" in error
+
+
+def _sum_twice(rank: int, wire: str) -> tuple[bytes, bytes]:
+    plan = make_plan(make_model(hidden_size=48), [[(2, 1, 4)], [(1, 1, 1), (1, 1, 3)]], dtypes={"wire": wire})
+    plan = variant(plan, "block", overlap=True)
+    rig = Rig.make(plan, rank)
+    results = []
+    for delayed in (0, 3):
+        rig.buffer.flat.normal_(generator=torch.Generator().manual_seed(rank))
+        if rank == delayed:
+            time.sleep(0.2)
+        rig.run_once()
+        results.append(rig.buffer.flat.numpy().tobytes())
+    assert len(gradient_layout(plan).calls_of(rank)) == len(rig.sync.times)
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_who_comes_late_changes_no_bit(rank_pool: RankPool, wire: str) -> None:
+    for first, second in rank_pool.run(_sum_twice, wire, world_size=4):
+        assert first == second

@@ -1,0 +1,83 @@
+"""The planner's `tensor_bytes` against a tracker's peak on real ranks: never under, at most 5 % over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.engine.trainer import TrainerConfig
+from planner.cluster import Cluster
+from planner.cost.price import memory_model, stage_load
+from planner.model_spec import ModelSpec
+from planner.plan import Dtypes, Plan, Precision
+from tests.engine.rank_pool import RankPool
+from tests.engine.rank_training import make_trainer, training_of, write_tokens
+from tests.plans import Degrees, make_plan
+
+
+def spec(**changes: int) -> ModelSpec:
+    shape = {"layers": 4, "hidden_size": 64, "heads": 4, "vocab_size": 257, "max_sequence_length": 128}
+    return ModelSpec(name="memory", **(shape | changes))  # type: ignore[arg-type]
+
+
+# Each makes another part of the model the largest: attention squares, the MLP, the vocabulary, the state.
+DEEP = spec(layers=8, hidden_size=128)
+CASES: dict[str, tuple[ModelSpec, list[list[Degrees]], list[int], list[int]]] = {
+    "one device": (spec(), [[(1, 1, 4)]], [4], [8]),
+    "three stages": (spec(), [[(1, 1, 2), (1, 1, 1), (1, 1, 1)]], [4], [24]),
+    "tp beside dp": (DEEP, [[(2, 1, 4), (1, 2, 4)]], [2], [16]),
+    "unlike pipelines": (DEEP, [[(2, 1, 8)], [(1, 1, 4), (1, 1, 4)]], [2, 2], [8, 8]),
+    "large vocabulary": (spec(vocab_size=4096, layers=2), [[(1, 1, 1), (1, 1, 1)]], [2], [8]),
+    "cut vocabulary": (spec(vocab_size=4096, layers=2), [[(2, 1, 2)]], [2], [8]),
+    "long sequence": (
+        spec(max_sequence_length=512, hidden_size=32, layers=3),
+        [[(1, 1, 2), (1, 1, 1)]],
+        [2],
+        [8],
+    ),
+    "mostly state": (spec(hidden_size=256, layers=2, max_sequence_length=32), [[(1, 1, 2)]], [1], [2]),
+    "head alone": (DEEP, [[(1, 1, 8), (1, 1, 0)]], [2], [16]),
+}
+
+
+def make_case(name: str, precision: Precision) -> Plan:
+    model, pipelines, sizes, samples = CASES[name]
+    count = sum(tp * dp for stages in pipelines for tp, dp, _ in stages)
+    node = {"name": "n", "devices": [{"type": "910B2", "count": count}], "emulate": True}
+    return make_plan(
+        model,
+        pipelines,
+        cluster=Cluster.model_validate({"nodes": [node]}),
+        dtypes=Dtypes.for_precision(precision),
+        micro_batch_sizes=sizes,
+        samples=samples,
+    )
+
+
+def peak_of_rank(rank: int, config: TrainerConfig) -> int:
+    """Peak bytes of two iterations: the second is like all that follow."""
+    trainer = make_trainer(config, rank)
+    reports = [trainer.run_iteration(iteration) for iteration in (1, 2)]
+    trainer.close()
+    return reports[-1].peak_tensor_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_tensor_bytes_are_those_of_a_tracker(
+    rank_pool: RankPool, tmp_path: Path, name: str, precision: Precision
+) -> None:
+    plan = make_case(name, precision)
+    training = training_of(plan, steps=2)
+    config = TrainerConfig(plan=plan, training=training, tokens=write_tokens(tmp_path), timeout_seconds=30)
+    peaks = rank_pool.run(peak_of_rank, config, world_size=plan.world_size)
+    memory = memory_model(plan)
+    fullest: dict[tuple[int, int], int] = {}
+    for place, peak in zip(plan.ranks, peaks, strict=True):
+        key = (place.pipeline, place.stage)
+        fullest[key] = max(fullest.get(key, 0), peak)
+    for (pipeline, stage), peak in fullest.items():
+        load = stage_load(plan, pipeline=pipeline, stage=stage, replica=0)
+        predicted = memory.tensor_bytes(load)
+        assert peak <= predicted <= 1.05 * peak, (pipeline, stage, predicted / peak - 1)
