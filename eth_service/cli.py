@@ -1,4 +1,4 @@
-"""The `eth` command. Each subcommand lives in `eth_service/commands/` and imports what it needs when it runs."""
+"""The `eth` command. Each subcommand lives in `eth_service/commands/` and imports what it needs when run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from eth_service.commands import plan, serve, train
+from eth_service.commands import plan, profile, serve, train
 from planner.errors import UserError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.add_typer(profile.app)
 app.command("serve")(serve.serve)
 
 

@@ -1,0 +1,89 @@
+"""From the bytes of a request to a Job that is complete, checked and confined to the data root."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from actors.job import PYTHON_STDLIB, Job, parse_job
+from eth_service.errors import ProblemError
+from planner.errors import UserError
+
+JSON_TYPE = "application/json"
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+_MAX_VALUES = 500_000
+
+
+def decode_body(body: bytes, *, content_type: str) -> object:
+    """The values in a JSON or YAML body. ProblemError 415 for another type, UserError for a broken body."""
+    kind = content_type.split(";")[0].strip().lower()
+    if kind != JSON_TYPE and kind not in YAML_TYPES:
+        raise ProblemError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Type = {kind or None!r}: send the job file as application/yaml or application/json",
+        )
+    try:
+        data = json.loads(body) if kind == JSON_TYPE else yaml.safe_load(body)
+        _refuse_huge(data)
+    except (ValueError, yaml.YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise UserError(f"job is not valid {'JSON' if kind == JSON_TYPE else 'YAML'}: {told}") from None
+    except RecursionError:
+        raise UserError("job is nested too deeply; write it as the examples are") from None
+    return data
+
+
+def accept_job(data: object, *, root: Path) -> Job:
+    """The Job in decoded values, its files read and its data path made absolute.
+
+    UserError names the field, the value and the remedy, as it does for a job file.
+    """
+    if isinstance(data, dict):
+        _confine(data, root)
+    job = parse_job(data, base=root)
+    if job.data.path == PYTHON_STDLIB:
+        return job
+    path = (root / job.data.path).resolve()
+    if not path.exists():
+        raise UserError(
+            f"data.path = {job.data.path!r} does not exist under the data root {root}; check the path"
+        )
+    return parse_job({**job_document(job), "data": {**job.data.model_dump(), "path": str(path)}}, base=root)
+
+
+def job_document(job: Job) -> dict[str, Any]:
+    """A Job as the JSON values of a job file that needs no other file."""
+    return job.model_dump(mode="json")
+
+
+def _confine(data: dict[str, Any], root: Path) -> None:
+    """Refuse every path of a job that leads out of the data root, whether by `..`, `/` or a link."""
+    section = data.get("data")
+    text = section if isinstance(section, dict) else {}
+    named = {field: data.get(field) for field in ("model", "cluster", "plan")} | {
+        "data.path": text.get("path")
+    }
+    for field, value in named.items():
+        if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):
+            raise UserError(f"{field} = {value!r} is outside the data root {root}; put the file below it")
+    pattern = text.get("pattern")
+    if isinstance(pattern, str) and (PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts):
+        raise UserError(f"data.pattern = {pattern!r} leads out of the folder; write a pattern such as *.txt")
+
+
+def _refuse_huge(data: object) -> None:
+    # YAML aliases let a few lines stand for more values than memory holds: count what a reader would meet.
+    waiting, seen = [data], 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES} values (YAML aliases count each time)")
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)

@@ -1,0 +1,115 @@
+"""From request bytes to a confined job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.job import parse_job, read_job
+from eth_service.errors import ProblemError
+from eth_service.submission import accept_job, decode_body, job_document
+from planner.errors import UserError
+from tests.eth_service.double import job_values
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    (folder / "texts").mkdir(parents=True)
+    (folder / "texts" / "book.txt").write_text("words")
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    return folder
+
+
+def test_json_and_yaml_mean_the_same() -> None:
+    values = job_values()
+    from_json = decode_body(json.dumps(values).encode(), content_type="application/json; charset=utf-8")
+    from_yaml = decode_body(yaml.safe_dump(values).encode(), content_type="application/yaml")
+    assert from_json == from_yaml == values
+
+
+def test_another_content_type_is_told_which_to_send() -> None:
+    with pytest.raises(ProblemError, match="application/yaml or application/json") as caught:
+        decode_body(b"{}", content_type="application/x-www-form-urlencoded")
+    assert caught.value.status == 415
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"{", "application/json"),
+        (b"a: [", "application/yaml"),
+        (b"\xff\xfe\x00", "application/yaml"),
+        (b"a: !!python/object/apply:os.system [id]", "application/yaml"),
+        (b"[" * 100_000, "application/json"),
+        (b"[" * 5_000, "application/yaml"),
+        (b"a: &a [*a]", "application/yaml"),
+    ],
+)
+def test_a_broken_body_is_one_line(body: bytes, kind: str) -> None:
+    with pytest.raises(UserError) as caught:
+        decode_body(body, content_type=kind)
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_cannot_stand_for_more_than_memory_holds() -> None:
+    levels = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    levels += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    with pytest.raises(UserError, match="values"):
+        decode_body("\n".join(levels).encode(), content_type="application/yaml")
+
+
+def test_paths_start_at_the_data_root_and_become_absolute(root: Path) -> None:
+    job = accept_job(job_values(data={"path": "texts/book.txt"}), root=root)
+    assert job.data.path == str((root / "texts" / "book.txt").resolve())
+
+
+def test_the_stored_document_is_the_same_job_from_any_folder(root: Path, tmp_path: Path) -> None:
+    (root / "cluster.yaml").write_text(yaml.safe_dump(job_values()["cluster"]))
+    values = job_values(cluster="cluster.yaml", data={"path": "texts"})
+    job = accept_job(values, root=root)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_document(job)))
+    again = read_job(tmp_path / "job.yaml")
+    assert job_document(again) == job_document(job)
+    assert again.cluster == parse_job(job_values(), base=root).cluster
+    assert again.data_path() == root / "texts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"data": {"path": "../secret.txt"}}, "data.path"),
+        ({"data": {"path": "/etc/hostname"}}, "data.path"),
+        ({"data": {"path": "link.txt"}}, "data.path"),
+        ({"data": {"path": "texts", "pattern": "../../*"}}, "data.pattern"),
+        ({"model": "../secret.txt"}, "model"),
+        ({"cluster": "/etc/hostname"}, "cluster"),
+        ({"plan": "texts/../../secret.txt"}, "plan"),
+    ],
+)
+def test_no_path_leads_out_of_the_data_root(root: Path, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match=rf"^{field} = ") as caught:
+        accept_job(job_values(**changes), root=root)
+    assert "secret'" not in str(caught.value).replace("secret.txt", "")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (job_values(data={"path": "absent.txt"}), "data.path = 'absent.txt' does not exist"),
+        (job_values(model="gpt5"), "model = 'gpt5' is neither a preset nor a file"),
+        (job_values(priority=3), "priority is not a known key"),
+        (["a list"], "a job is a mapping"),
+        (job_values(data="python-stdlib"), "data"),
+    ],
+)
+def test_a_users_mistake_names_the_field(root: Path, values: object, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        accept_job(values, root=root)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
