@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
-from planner.plan import Plan, Precision, read_plan
+from planner.plan import GradientSync, Plan, Precision, read_plan
 from planner.units import Seconds
 
 PYTHON_STDLIB = "python-stdlib"
@@ -85,10 +86,21 @@ class Training(Contract):
 
 
 class Runtime(Contract):
-    """How the plan is executed. `timeout_seconds` bounds every wait for a peer."""
+    """How the plan is executed. `timeout_seconds` bounds every wait for a peer.
 
-    gradient_sync: Literal["block"] = "block"
-    wire_dtype: Literal["fp32"] = "fp32"
+    A job that brings its own plan takes from it what this section does not state.
+    """
+
+    gradient_sync: GradientSync = Field(default="block", description="what one collective of gradients takes")
+    wire_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="precision in which gradients travel; they are summed and kept in fp32"
+    )
+    overlap: bool = Field(
+        default=True, description="synchronise gradients while the last micro-batch's backward goes on"
+    )
+    deterministic: bool = Field(
+        default=False, description="refuse operations whose result may differ from run to run"
+    )
     timeout_seconds: Seconds = Field(default=60.0, gt=0)
     on_nan: Literal["stop"] = "stop"
 
@@ -146,7 +158,7 @@ class Job(Contract):
             ("training.global_batch_size", self.training.global_batch_size, plan.global_batch_size),
             ("training.sequence_length", self.training.sequence_length, plan.sequence_length),
             ("training.precision", self.training.precision, plan.dtypes.param),
-            ("runtime.gradient_sync", self.runtime.gradient_sync, plan.gradient_sync),
+            *self._stated_runtime(plan),
         ]
         if isinstance(self.cluster, Cluster):
             stated.append(("cluster", self.cluster, plan.cluster))
@@ -156,6 +168,17 @@ class Job(Contract):
                 raise ValueError(
                     f"{field}{shown} differs from the plan's; make them agree, or use plan: auto"
                 )
+
+    def _stated_runtime(self, plan: Plan) -> Iterator[tuple[str, str | bool, str | bool | None]]:
+        """What the job states of the plan's own fields: (field, the job's value, the plan's)."""
+        runtime = self.runtime
+        stated = runtime.model_fields_set
+        if "gradient_sync" in stated:
+            yield "runtime.gradient_sync", runtime.gradient_sync, plan.gradient_sync
+        if "wire_dtype" in stated:
+            yield "runtime.wire_dtype", runtime.wire_dtype, plan.dtypes.wire
+        if "overlap" in stated and plan.overlap is not None:
+            yield "runtime.overlap", runtime.overlap, plan.overlap
 
     @property
     def base(self) -> Path:

@@ -1,0 +1,173 @@
+"""Crew: all the actors of one job, driven in lock-step; finds out whom to blame when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from actors.coordinator import CoordinatorActor, RankProcess
+from actors.failure import FailureKind, RankFailure, TrainingFailed, rank_failure, root_cause
+from actors.inventory import NodeDevices
+from actors.pipeline import Outcome, PipelineActor
+from actors.placement import bundles, release, reserve
+from actors.processes import end_processes
+from actors.worker import MakeTrainer
+from planner.errors import UserError
+from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from actors.engine.trainer import TrainerConfig
+
+PLACEMENT_SECONDS = 60.0
+# Workers import torch one after another on a small host; this bounds a start that will never end.
+_UP_SECONDS = 300.0
+# The driver waits a little longer than a pipeline does, to hear what all of them saw.
+_GRACE_SECONDS = 13.0
+_CONTROL_SECONDS = 6.0
+_EXIT_SECONDS = 4.0
+
+Pending = Mapping[Any, int]
+"""Calls that are out: reference -> pipeline."""
+
+
+class Crew:
+    """Placement groups, coordinator, pipelines and their workers. Use it as a context manager.
+
+    Every method that waits for ranks raises TrainingFailed, which names the rank to blame and the cause.
+    """
+
+    def __init__(self, plan: Plan, *, bound: Mapping[str, NodeDevices], make_trainer: MakeTrainer) -> None:
+        self._plan = plan
+        self._processes: list[RankProcess] = []
+        listed = bundles(plan, bound)
+        self._groups = reserve(listed, timeout_seconds=PLACEMENT_SECONDS)
+        self._coordinator = CoordinatorActor.remote()
+        self._pipelines: list[ActorHandle] = [
+            PipelineActor.remote(
+                [place for place in plan.ranks if place.pipeline == index],
+                listed[index],
+                group=group,
+                make_trainer=make_trainer,
+            )
+            for index, group in enumerate(self._groups)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    @property
+    def processes(self) -> list[RankProcess]:
+        """The process of every rank, in rank order; known once `start` has returned."""
+        return list(self._processes)
+
+    def start(self, config: TrainerConfig) -> None:
+        """Bring every process up, let the ranks meet and build the engine."""
+        up = self.collect(self._everywhere(lambda p: p.identify.remote()), patience_seconds=_UP_SECONDS)
+        self._processes = [up[rank] for rank in sorted(up)]
+        _refuse_loopback({process.host for process in self._processes})
+        rendezvous = ray.get(self._coordinator.next_generation.remote(timeout_seconds=config.timeout_seconds))
+        ray.get(self._coordinator.register.remote(self._processes))
+        self.collect(
+            self._everywhere(lambda p: p.start.remote(config, rendezvous)), patience_seconds=_UP_SECONDS
+        )
+
+    def submit(self, iteration: int) -> Pending:
+        """Ask for an iteration; the workers begin it as soon as they have ended the one before."""
+        return self._everywhere(lambda p: p.run_iteration.remote(iteration))
+
+    def save_weights(self, path: Path, *, patience_seconds: float) -> None:
+        self.collect(
+            self._everywhere(lambda p: p.save_weights.remote(path)), patience_seconds=patience_seconds
+        )
+
+    def close(self, *, patience_seconds: float) -> None:
+        """Let the ranks leave their process groups in order."""
+        self.collect(self._everywhere(lambda p: p.close.remote()), patience_seconds=patience_seconds)
+
+    def collect(self, pending: Pending, *, patience_seconds: float) -> dict[int, Any]:
+        """The results of a call by rank, once all ranks have answered."""
+        waiting = dict(pending)
+        results: dict[int, Any] = {}
+        failures: list[RankFailure] = []
+        deadline = time.monotonic() + patience_seconds
+        late = False
+        while waiting and not late:
+            ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            late = not ready
+            for reference in ready:
+                outcome = self._outcome(reference, pipeline=waiting.pop(reference))
+                results |= outcome.results
+                failures += outcome.failures
+            if failures:
+                known = root_cause(failures).kind <= FailureKind.ERROR
+                deadline = min(deadline, time.monotonic() + (0.5 if known else _GRACE_SECONDS))
+        if failures or late:
+            raise self._diagnose(failures, patience_seconds=patience_seconds)
+        return results
+
+    def end(self) -> None:
+        """End every process of the job and give the devices back, whatever state they are in."""
+        release(self._groups)
+        ray.kill(self._coordinator)
+        host = ray.util.get_node_ip_address()
+        end_processes(self._processes, host=host, patience_seconds=_EXIT_SECONDS)
+
+    def _everywhere(self, call: Callable[[ActorHandle], Any]) -> dict[Any, int]:
+        return {call(pipeline): index for index, pipeline in enumerate(self._pipelines)}
+
+    def _outcome(self, reference: Any, *, pipeline: int) -> Outcome:
+        try:
+            outcome: Outcome = ray.get(reference)
+            return outcome
+        except RayActorError as error:
+            place = next(place for place in self._plan.ranks if place.pipeline == pipeline)
+            cause = "was lost: the actor of its pipeline died"
+            return Outcome(
+                failures=[rank_failure(place, kind=FailureKind.DIED, cause=cause, details=str(error))]
+            )
+
+    def _diagnose(self, failures: list[RankFailure], *, patience_seconds: float) -> TrainingFailed:
+        if not failures or root_cause(failures).kind is FailureKind.TIMED_OUT:
+            failures = failures + self._suspects()
+        if not failures:
+            return TrainingFailed(
+                f"no rank answered within {patience_seconds:.0f} s; all wait for each other"
+            )
+        blamed = root_cause(failures)
+        if len(failures) == self._plan.world_size > 1 and len({failure.cause for failure in failures}) == 1:
+            # A decision that all ranks took together, such as that the loss is no number.
+            return TrainingFailed(f"every rank {blamed.cause}", details=blamed.details)
+        others = len({failure.rank for failure in failures} - {blamed.rank})
+        seen = f" ({others} other ranks failed after it)" if others > 1 else ""
+        return TrainingFailed(f"{blamed}{seen}", details=blamed.details)
+
+    def _suspects(self) -> list[RankFailure]:
+        found: list[RankFailure] = []
+        for pipeline in self._pipelines:
+            try:
+                found += ray.get(pipeline.suspects.remote(), timeout=_CONTROL_SECONDS)
+            except (RayActorError, GetTimeoutError):
+                continue
+        return found
+
+
+def _refuse_loopback(hosts: set[str]) -> None:
+    """Process groups bind to the address that Ray knows a node by; others cannot reach a loopback one."""
+    local = [host for host in hosts if host.startswith("127.")]
+    if len(hosts) > 1 and local:
+        raise UserError(
+            f"Ray node {local[0]} is known by a loopback address, which other nodes cannot reach;"
+            " start it with --node-ip-address"
+        )

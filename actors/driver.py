@@ -1,0 +1,203 @@
+"""Driver: one training job from plan to result. Also the entrypoint of a Ray job:
+
+ray job submit -- /path/to/.venv/bin/python -m actors.driver JOB.yaml [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from actors.crew import Crew
+from actors.failure import TrainingFailed
+from actors.inventory import NodeDevices, read_inventory
+from actors.job import Job, read_job
+from actors.metrics import Measurements, Row
+from actors.placement import bind_nodes
+from actors.planning import Prepared, make_plan, prepare
+from actors.ray_session import StopSignals, ray_session
+from actors.run_folder import RunFolder, default_folder
+from actors.summary import Observer, Silent, Summary, summarize
+from actors.worker import MakeTrainer, engine_trainer
+from planner.errors import UserError
+from planner.plan import Plan
+
+# Iterations asked for ahead, so that workers never wait for the driver between two.
+_AHEAD = 2
+# A call is given up when it lasts this many times what it should: peers notice a lost rank long before.
+_SLOW_FACTOR = 10.0
+
+
+class TrainingStopped(Exception):
+    """The user or the system asked the run to stop; it has, and everything was put away."""
+
+
+def run_job(
+    job: Job,
+    *,
+    output: Path | None = None,
+    address: str | None = None,
+    equal_batches: bool = False,
+    overwrite: bool = False,
+    observer: Observer | None = None,
+    make_trainer: MakeTrainer = engine_trainer,
+) -> Summary:
+    """Train `job` to its last step and return the summary; RunFolder says what is left in `output`.
+
+    `address` is a Ray cluster's (None: an embedded Ray for this job alone). Raises UserError for what the
+    user wrote, TrainingFailed when a rank fails, TrainingStopped on SIGINT or SIGTERM. Whichever way it
+    ends, no process of the run is left, and the observer is told the end of a run that had begun.
+    """
+    folder = RunFolder.check(output or default_folder(job), overwrite=overwrite)
+    prepared = prepare(job, equal_batches=equal_batches)
+    run = _Run(job, folder, observer or Silent(), make_trainer)
+    with StopSignals() as signals:
+        try:
+            with ray_session(address):
+                signals.claim()
+                run.train(prepared, equal_batches=equal_batches)
+        except KeyboardInterrupt:
+            run.finish("stopped")
+            raise TrainingStopped(
+                f"stopped after iteration {run.iterations} of {job.training.steps}"
+            ) from None
+        except TrainingFailed as error:
+            run.finish("failed", failure=error)
+            raise
+        except UserError as error:
+            run.finish("failed", failure=TrainingFailed(str(error)))
+            raise
+        except RayTaskError:
+            raise  # a defect of a task of ours: its traceback says more than a line could
+        except RayError as error:
+            lost = TrainingFailed(f"Ray failed: {' '.join(str(error).split())}")
+            run.finish("failed", failure=lost)
+            raise lost from error
+        return run.finish("succeeded")
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(self, job: Job, folder: RunFolder, observer: Observer, make_trainer: MakeTrainer) -> None:
+        self._job = job
+        self._folder = folder
+        self._observer = observer
+        self._make_trainer = make_trainer
+        self._rows: list[Row] = []
+        self._plan: Plan | None = None
+        self._began = time.monotonic()
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that have ended."""
+        return len(self._rows)
+
+    def train(self, prepared: Prepared, *, equal_batches: bool) -> None:
+        """Plan, place, iterate and save, on the Ray that this process is connected to."""
+        self._observer.status("planning")
+        plan = make_plan(self._job, prepared, equal_batches=equal_batches)
+        bound = _bind(plan)
+        self._folder.create()
+        self._folder.write_job(self._job)
+        self._folder.write_plan(plan)
+        self._plan = plan
+        self._observer.planned(plan, folder=self._folder.path, steps=self._job.training.steps)
+        self._observer.status(f"starting {plan.world_size} workers")
+        with Crew(plan, bound=bound, make_trainer=self._make_trainer) as crew:
+            crew.start(prepared.trainer_config(self._job, plan))
+            self._iterate(crew, plan)
+            self._observer.status("saving weights")
+            crew.save_weights(self._folder.weights, patience_seconds=self._patience(plan))
+            crew.close(patience_seconds=self._patience(plan))
+
+    def finish(self, state: str, *, failure: TrainingFailed | None = None) -> Summary:
+        """Write the summary and tell the observer, if the run got as far as a plan."""
+        if self._plan is not None and failure is not None and failure.details:
+            self._folder.write_failure(f"{failure}\n\n{failure.details}")
+        summary = summarize(
+            self._rows,
+            state=state,
+            folder=self._folder,
+            steps=self._job.training.steps,
+            emulated=self._plan is not None and self._plan.cluster.emulated,
+            wall_seconds=time.monotonic() - self._began,
+            failure=None if failure is None else str(failure),
+        )
+        if self._plan is not None:
+            self._folder.write_summary(asdict(summary))
+            self._observer.finished(summary)
+        return summary
+
+    def _iterate(self, crew: Crew, plan: Plan) -> None:
+        measurements = Measurements(plan)
+        steps = self._job.training.steps
+        pending = deque(crew.submit(i) for i in range(1, min(_AHEAD, steps) + 1))
+        for iteration in range(1, steps + 1):
+            reports = crew.collect(pending.popleft(), patience_seconds=self._patience(plan))
+            if iteration + _AHEAD <= steps:
+                pending.append(crew.submit(iteration + _AHEAD))
+            row = measurements.row(reports)
+            self._rows.append(row)
+            self._folder.append_metrics(row)
+            self._observer.iteration(row)
+
+    def _patience(self, plan: Plan) -> float:
+        """How long the driver waits for a call: peers notice a lost rank sooner, by their own timeout."""
+        assert plan.predicted is not None
+        scale = plan.emulation.time_scale if plan.cluster.emulated else 1.0
+        seen = max((row["wall_seconds"] for row in self._rows[-10:]), default=0.0)
+        expected = max(seen, plan.predicted.iteration_seconds * scale)
+        return 2 * self._job.runtime.timeout_seconds + _SLOW_FACTOR * expected
+
+
+def _bind(plan: Plan) -> Mapping[str, NodeDevices]:
+    """The Ray nodes behind the plan's real nodes."""
+    if all(node.emulate for node in plan.cluster.nodes):
+        return {}
+    return bind_nodes(plan.cluster, read_inventory(ray.nodes()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m actors.driver`; exit code 1: a rank failed, 2: a user's mistake, 130: stopped."""
+    from actors.report import Console
+
+    parser = argparse.ArgumentParser(prog="python -m actors.driver", description="Train one job on Ray.")
+    parser.add_argument("job", type=Path, help="job file, YAML or JSON")
+    parser.add_argument("--output", type=Path, help="run folder (default: runs/<name>-<time>)")
+    parser.add_argument("--equal-batches", action="store_true", help="split samples equally over pipelines")
+    parser.add_argument("--overwrite", action="store_true", help="allow a run folder that is not empty")
+    chosen = parser.parse_args(arguments)
+    try:
+        run_job(
+            read_job(chosen.job),
+            output=chosen.output,
+            # Ray sets this in a submitted job; without it the run brings its own Ray.
+            address=os.environ.get("RAY_ADDRESS"),
+            equal_batches=chosen.equal_batches,
+            overwrite=chosen.overwrite,
+            observer=Console(),
+        )
+    except UserError as error:
+        print(f"eth: {error}", file=sys.stderr)
+        return 2
+    except TrainingFailed as error:
+        print(f"eth: {error}", file=sys.stderr)
+        return 1
+    except (TrainingStopped, KeyboardInterrupt) as error:
+        print(f"eth: {error or 'stopped'}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

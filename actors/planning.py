@@ -1,0 +1,160 @@
+"""From a job to a plan that can run: data, cluster, search or the user's own plan, emulation, price."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from actors.engine.support import check_supported
+from actors.engine.tokens import check_vocabulary, prepare_tokens
+from actors.inventory import read_inventory
+from actors.job import PYTHON_STDLIB, Emulation, Job
+from actors.plan_task import plan_on_head
+from actors.time_scale import HostMeasurement, auto_time_scale
+from planner.cluster import Cluster
+from planner.cost.price import check_memory, with_prediction
+from planner.errors import UserError, parse
+from planner.local_batches import with_equal_batches
+from planner.plan import Dtypes, Plan, PlanEmulation
+from planner.request import PlanRequest
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from actors.engine.trainer import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What of a job could be settled without Ray: its token file, and its plan where the job holds one."""
+
+    tokens: Path
+    plan: Plan | None
+
+    def trainer_config(self, job: Job, plan: Plan) -> TrainerConfig:
+        """What every rank is told."""
+        from actors.engine.trainer import TrainerConfig
+
+        return TrainerConfig(
+            plan=plan,
+            training=job.training,
+            tokens=self.tokens,
+            timeout_seconds=job.runtime.timeout_seconds,
+            deterministic=job.runtime.deterministic,
+        )
+
+
+def cache_folder() -> Path:
+    """Where token files are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eth-service" / "tokens"
+
+
+def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
+    """All checks and work that need no Ray, so that most mistakes are told at once. Raises UserError."""
+    plan = None
+    if isinstance(job.plan, Plan):
+        plan = _emulated(job.plan, job.emulation)
+        check_supported(plan)
+        plan = _equal(plan) if equal_batches else plan
+        check_memory(plan)
+    check_vocabulary(job.model.vocab_size)
+    source = job.data.path if job.data.path == PYTHON_STDLIB else job.data_path()
+    tokens = prepare_tokens(source, pattern=job.data.pattern, cache_dir=cache_folder())
+    tokens.windows(job.training.sequence_length)
+    return Prepared(tokens.path, plan)
+
+
+def make_plan(job: Job, prepared: Prepared, *, equal_batches: bool) -> Plan:
+    """The plan to run, priced; searched on the Ray cluster unless the job holds one. Raises UserError."""
+    wanted = _time_scale(job, prepared.plan)
+    if prepared.plan is not None:
+        plan = prepared.plan
+        host = _measurement(job, plan.cluster, wanted)
+    else:
+        request = plan_request(job)
+        # Measured while the plan is searched: both take a second or two.
+        host = _measurement(job, request.cluster, wanted)
+        plan = plan_on_head(request).model_copy(update={"gradient_sync": job.runtime.gradient_sync})
+        check_supported(plan)
+        plan = _equal(plan) if equal_batches else plan
+    if host is not None:
+        wanted = auto_time_scale(plan, host.seconds())
+    if wanted is not None and plan.cluster.emulated:
+        emulation = plan.emulation.model_copy(update={"time_scale": wanted})
+        plan = plan.model_copy(update={"emulation": emulation})
+    if plan.overlap is None:
+        plan = plan.model_copy(update={"overlap": job.runtime.overlap})
+    return _priced(plan)
+
+
+def _priced(plan: Plan) -> Plan:
+    """With the price and the event simulator's figure for the plan as it will run."""
+    plan = with_prediction(plan)
+    assert plan.predicted is not None
+    simulated = simulate(plan, events=False).iteration_seconds
+    return plan.model_copy(
+        update={"predicted": plan.predicted.model_copy(update={"simulated_seconds": simulated})}
+    )
+
+
+def _measurement(job: Job, cluster: Cluster, wanted: float | None) -> HostMeasurement | None:
+    if wanted is not None or not cluster.emulated:
+        return None
+    return HostMeasurement(job.model, job.training.sequence_length)
+
+
+def _time_scale(job: Job, plan: Plan | None) -> float | None:
+    """The time scale that the job or its plan asks for; None when it is to be found out."""
+    if job.emulation is not None:
+        return None if job.emulation.time_scale == "auto" else job.emulation.time_scale
+    if plan is not None and "time_scale" in plan.emulation.model_fields_set:
+        return plan.emulation.time_scale
+    return None
+
+
+def plan_request(job: Job) -> PlanRequest:
+    """What the planner is asked for a job without a plan. Asks Ray for its devices if the job names none."""
+    memory_scale = job.emulation.memory_scale if job.emulation else 1.0
+    return PlanRequest(
+        model=job.model,
+        cluster=_with_links(_cluster(job), job.emulation),
+        global_batch_size=job.training.global_batch_size,
+        sequence_length=job.training.sequence_length,
+        dtypes=Dtypes(param=job.training.precision, wire=job.runtime.wire_dtype),
+        strategy=job.strategy,
+        emulation=PlanEmulation(memory_scale=memory_scale),
+    )
+
+
+def _cluster(job: Job) -> Cluster:
+    return job.cluster if isinstance(job.cluster, Cluster) else read_inventory(ray.nodes()).cluster()
+
+
+def _equal(plan: Plan) -> Plan:
+    """The same pipelines with the samples split equally, so that only the local batches differ."""
+    if plan.global_batch_size < len(plan.pipelines):
+        raise UserError(
+            f"training.global_batch_size = {plan.global_batch_size} cannot be split equally over"
+            f" {len(plan.pipelines)} pipelines; raise it or leave out --equal-batches"
+        )
+    return with_equal_batches(plan)
+
+
+def _emulated(plan: Plan, emulation: Emulation | None) -> Plan:
+    """A job's own plan with the job's emulation in place of the plan's, if the job has one."""
+    if emulation is None:
+        return plan
+    if not plan.cluster.emulated:
+        raise UserError("emulation is given, but no node of the plan's cluster says emulate: true")
+    own = plan.emulation.model_copy(update={"memory_scale": emulation.memory_scale})
+    return plan.model_copy(update={"emulation": own, "cluster": _with_links(plan.cluster, emulation)})
+
+
+def _with_links(cluster: Cluster, emulation: Emulation | None) -> Cluster:
+    if emulation is None or emulation.links is None:
+        return cluster
+    data = cluster.model_dump() | {"links": emulation.links.model_dump()}
+    return parse(Cluster, data, source="emulation")

@@ -1,0 +1,178 @@
+"""What a terminal shows of a run: the plan, a line an iteration, the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console as Terminal
+from rich.table import Table
+
+from actors.metrics import Row
+from actors.summary import Summary
+from planner.describe import describe
+from planner.plan import Plan
+from planner.units import format_bytes, format_seconds
+
+_EMULATED = (
+    "EMULATED: this host plays the devices; times are device seconds and support claims about balance only"
+)
+
+_LOG_COLUMNS = 130
+# Below this share late steps say nothing about the run.
+_LATE_SHARE = 0.02
+
+
+class Console:
+    """An Observer that prints plain lines, in colour where standard output is a terminal."""
+
+    def __init__(self, terminal: Terminal | None = None) -> None:
+        self._out = terminal or _terminal()
+        self._steps = 0
+        self._began = 0.0
+
+    def status(self, text: str) -> None:
+        """A dim line, so that a pause is explained."""
+        self._say(f"{text} ...", style="dim")
+
+    def planned(self, plan: Plan, *, folder: Path, steps: int) -> None:
+        """The plan as a table, and where the run writes."""
+        self._steps = steps
+        if plan.cluster.emulated:
+            self._say(_EMULATED, style="bold yellow")
+            self._say(f"one device second takes {plan.emulation.time_scale:g} s of this host")
+        self._out.print(plan_table(plan))
+        for line in plan_lines(plan):
+            self._say(line)
+        self._say(f"run folder: {folder}")
+
+    def iteration(self, row: Row) -> None:
+        """One line: loss, measured against predicted, each pipeline's speed, time left."""
+        if row["iteration"] == 1:
+            # The first iteration warms up; time left is reckoned from those after it.
+            self._began = time.monotonic()
+        left = self._seconds_left(row["iteration"])
+        self._say(iteration_line(row, steps=self._steps, seconds_left=left))
+
+    def finished(self, summary: Summary) -> None:
+        """How it ended and what there is to look at."""
+        for line in summary_lines(summary):
+            self._say(line, style="bold" if line.startswith(("EMULATED", summary.state)) else "")
+
+    def _say(self, line: str, *, style: str = "") -> None:
+        self._out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _seconds_left(self, iteration: int) -> float | None:
+        if iteration < 2:
+            return None
+        return (time.monotonic() - self._began) / (iteration - 1) * (self._steps - iteration)
+
+
+def _terminal() -> Terminal:
+    # A log or a pipe has no width of its own; the plan's table needs more than the usual 80 columns.
+    return Terminal() if sys.stdout.isatty() else Terminal(width=_LOG_COLUMNS)
+
+
+def plan_table(plan: Plan) -> Table:
+    """The plan in the manner of the paper's Table 3; stages and pipelines that are alike share a row."""
+    table = Table(pad_edge=False)
+    for column in ("Pipeline", "Stage", "Devices", "TP/DP", "Rows", "Layers"):
+        table.add_column(column, no_wrap=column != "Pipeline")
+    for column in ("Forward", "Backward", "Memory / limit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for pipeline in describe(plan).pipelines:
+        table.add_section()
+        words = f"{pipeline.name}\n{pipeline.samples} samples, micro-batches of {pipeline.micro_batch_size}"
+        for stage in pipeline.stages:
+            table.add_row(
+                words,
+                stage.stages,
+                stage.devices,
+                stage.tp_dp,
+                stage.rows,
+                stage.layers,
+                format_seconds(stage.forward_seconds),
+                format_seconds(stage.backward_seconds),
+                f"{format_bytes(stage.memory_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
+            )
+            words = ""
+    return table
+
+
+def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
+    """One iteration: loss, measured against predicted time, every pipeline's speed, time left."""
+    measured, predicted = row["iteration_seconds"], row["predicted_iteration_seconds"]
+    off = measured / predicted - 1
+    parts = [
+        f"{row['iteration']:>{len(str(steps))}}/{steps}",
+        f"loss {row['loss']:.4f}",
+        f"{format_seconds(measured)} (predicted {format_seconds(predicted)}, {off:+.0%})",
+        f"{_count(row['samples_per_second'])} samples/s",
+    ]
+    parts += [
+        f"[{p['id']}] {_count(p['samples_per_second'])} samples/s {_count(p['tokens_per_second'])} tokens/s"
+        for p in row["pipelines"]
+    ]
+    if (share := row.get("late_step_share", 0.0)) > _LATE_SHARE:
+        parts.append(f"host late in {share:.0%} of steps")
+    if seconds_left is not None:
+        parts.append(f"ETA {_clock(seconds_left)}")
+    return "  ".join(parts)
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """The end of a run in a few lines, the run folder last."""
+    lines = [
+        f"{summary.state} after {summary.iterations} of {summary.steps} iterations,"
+        f" {_clock(summary.wall_seconds)} in all"
+    ]
+    if summary.failure:
+        lines.append(f"cause: {summary.failure}")
+    if summary.emulated and summary.iterations:
+        lines.append(_EMULATED)
+    if summary.first_loss is not None and summary.last_loss is not None:
+        share = summary.last_loss / summary.first_loss
+        lines.append(f"loss: {summary.first_loss:.4f} -> {summary.last_loss:.4f} ({share:.0%} of the first)")
+    if summary.iteration_seconds is not None and summary.predicted_iteration_seconds is not None:
+        off = summary.iteration_seconds / summary.predicted_iteration_seconds - 1
+        lines.append(
+            f"iteration: {format_seconds(summary.iteration_seconds)} measured,"
+            f" {format_seconds(summary.predicted_iteration_seconds)} predicted ({off:+.1%});"
+            f" {summary.samples_per_second:.4g} samples/s"
+        )
+    if summary.finish_spread is not None:
+        lines.append(f"pipelines finish within {summary.finish_spread:.1%} of each other")
+    if summary.late_step_share:
+        lines.append(f"the host was too slow for {summary.late_step_share:.1%} of the steps")
+    lines.append(f"run folder: {summary.folder} ({', '.join(summary.written) or 'nothing written'})")
+    return lines
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What the table does not say: what is trained on what, how balanced it is, how long it should take."""
+    assert plan.predicted is not None
+    counts = ", ".join(f"{count} x {type_}" for type_, count in plan.cluster.counts.items())
+    lines = [
+        f"{plan.model.name} on {counts}: {plan.global_batch_size} samples of {plan.sequence_length} tokens,"
+        f" predicted {format_seconds(plan.predicted.iteration_seconds)} an iteration"
+    ]
+    if len(plan.pipelines) > 1:
+        spread = describe(plan).balance.pipeline_spread
+        lines.append(f"pipelines should end their work within {spread:.1%} of each other")
+    if plan.idle_devices:
+        lines.append(f"idle, since they would only slow it down: {', '.join(plan.idle_devices)}")
+    return lines
+
+
+def _count(number: float) -> str:
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

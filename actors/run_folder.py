@@ -1,0 +1,89 @@
+"""Run folder: everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.job import PYTHON_STDLIB, Job
+from planner.errors import UserError
+from planner.plan import Plan
+
+# What a run writes; --overwrite removes these and nothing else of the user's.
+SUMMARY, FAILURE = "summary.json", "failure.txt"
+_FILES = ("job.yaml", "plan.json", "metrics.jsonl", "weights.safetensors", FAILURE, SUMMARY)
+
+
+def default_folder(job: Job, *, now: datetime | None = None) -> Path:
+    """`runs/<name>-<time>` under the working directory."""
+    moment = now or datetime.now()
+    return Path("runs") / f"{job.name}-{moment:%Y%m%d-%H%M%S}"
+
+
+class RunFolder:
+    """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`, and
+    `failure.txt` if a rank failed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.metrics = self.path / "metrics.jsonl"
+        self.weights = self.path / "weights.safetensors"
+
+    @classmethod
+    def check(cls, path: Path, *, overwrite: bool) -> RunFolder:
+        """The folder to be; UserError if it cannot take a run. Writes nothing."""
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--output {path} is not a folder; name another")
+        if path.is_dir() and any(path.iterdir()) and not overwrite:
+            raise UserError(f"--output {path} is not empty; name another folder or add --overwrite")
+        return cls(path)
+
+    def create(self) -> None:
+        """Make the folder and clear what an earlier run wrote into it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+            self.metrics.touch()
+        except OSError as error:
+            raise UserError(
+                f"--output {self.path} cannot be written: {error.strerror}; name another folder"
+            ) from None
+
+    def write_job(self, job: Job) -> None:
+        """The job as it was understood; it can be submitted again from anywhere."""
+        data = job.model_dump(mode="json", exclude_defaults=True)
+        if job.data.path != PYTHON_STDLIB:
+            data["data"]["path"] = str(job.data_path().resolve())
+        self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))
+
+    def write_plan(self, plan: Plan) -> None:
+        self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """One line of JSON; whole lines only, so that a reader may follow the file while it grows."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """The end of the run in figures."""
+        self._write(SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+    def write_failure(self, text: str) -> None:
+        """What ended the run, with the stack of the rank to blame."""
+        self._write(FAILURE, text.rstrip() + "\n")
+
+    def written(self) -> list[str]:
+        """Names of the run's files that exist, the summary left out."""
+        return [name for name in _FILES if name != SUMMARY and (self.path / name).exists()]
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self.path / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        shutil.move(partial, self.path / name)

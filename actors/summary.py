@@ -1,0 +1,106 @@
+"""The end of a run in figures, and the interface of whoever watches one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+from actors.metrics import Row, finish_spread
+from actors.run_folder import SUMMARY, RunFolder
+from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run. `state` is `succeeded`, `failed` or `stopped`; figures are None before iteration 1.
+
+    `iteration_seconds`, `samples_per_second` and `late_step_share` are medians over the iterations without
+    the first, which warms up; `finish_spread` is that of `metrics.finish_spread` over the same.
+    """
+
+    state: str
+    folder: str
+    written: list[str]
+    iterations: int
+    steps: int
+    emulated: bool
+    wall_seconds: float
+    first_loss: float | None = None
+    last_loss: float | None = None
+    iteration_seconds: float | None = None
+    predicted_iteration_seconds: float | None = None
+    samples_per_second: float | None = None
+    finish_spread: float | None = None
+    late_step_share: float | None = None
+    failure: str | None = None
+
+
+class Observer(Protocol):
+    """Who watches a run. Calls come from the driver, in this order."""
+
+    def status(self, text: str) -> None:
+        """The driver begins something that takes seconds."""
+
+    def planned(self, plan: Plan, *, folder: Path, steps: int) -> None:
+        """The plan is fixed and priced; nothing has been started for it yet."""
+
+    def iteration(self, row: Row) -> None:
+        """An iteration has ended; `row` is what metrics.jsonl has of it."""
+
+    def finished(self, summary: Summary) -> None:
+        """The run has ended, well or not; nothing of it is left but the run folder."""
+
+
+class Silent:
+    """An Observer that shows nothing."""
+
+    def status(self, text: str) -> None:
+        return
+
+    def planned(self, plan: Plan, *, folder: Path, steps: int) -> None:
+        return
+
+    def iteration(self, row: Row) -> None:
+        return
+
+    def finished(self, summary: Summary) -> None:
+        return
+
+
+def summarize(
+    rows: Sequence[Row],
+    *,
+    state: str,
+    folder: RunFolder,
+    steps: int,
+    emulated: bool,
+    wall_seconds: float,
+    failure: str | None,
+) -> Summary:
+    """The summary of a run from its rows of metrics."""
+    common = {
+        "state": state,
+        "folder": str(folder.path),
+        "written": [*folder.written(), SUMMARY] if folder.path.exists() else [],
+        "iterations": len(rows),
+        "steps": steps,
+        "emulated": emulated,
+        "wall_seconds": wall_seconds,
+        "failure": failure,
+    }
+    if not rows:
+        return Summary(**common)  # type: ignore[arg-type]
+    steady = rows[1:] or rows
+    return Summary(
+        **common,  # type: ignore[arg-type]
+        first_loss=rows[0]["loss"],
+        last_loss=rows[-1]["loss"],
+        iteration_seconds=median(row["iteration_seconds"] for row in steady),
+        predicted_iteration_seconds=rows[-1]["predicted_iteration_seconds"],
+        samples_per_second=median(row["samples_per_second"] for row in steady),
+        finish_spread=finish_spread(steady),
+        late_step_share=median(row["late_step_share"] for row in steady) if emulated else None,
+    )

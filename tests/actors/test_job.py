@@ -1,0 +1,144 @@
+"""The Job contract: what a file may say, and one clear line for what it may not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.job import Job, LearningRate, parse_job, read_job
+from planner.errors import UserError
+from planner.plan import Plan
+from tests.plans import make_model, make_plan
+
+
+def job_data(**changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": "demo",
+        "model": "gpt3-nano",
+        "data": {"path": "text.txt"},
+        "training": {"global_batch_size": 8, "sequence_length": 32, "steps": 5},
+    }
+    return data | changes
+
+
+def training(**changes: Any) -> dict[str, Any]:
+    return {"training": job_data()["training"] | changes}
+
+
+def parsed(tmp_path: Path, **changes: Any) -> Job:
+    return parse_job(job_data(**changes), base=tmp_path)
+
+
+def test_a_short_job_has_defaults(tmp_path: Path) -> None:
+    job = parsed(tmp_path)
+    assert (job.cluster, job.plan, job.strategy) == ("auto", "auto", "eth")
+    assert job.training.precision == "fp32" and job.training.gradient_clip == 1.0
+    assert job.data_path() == tmp_path / "text.txt"
+
+
+def test_paths_start_at_the_job_file(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    (folder / "cluster.yaml").write_text("nodes: [{devices: [{type: A100, count: 2}]}]")
+    (folder / "job.yaml").write_text(yaml.safe_dump(job_data(cluster="cluster.yaml")))
+    job = read_job(folder / "job.yaml")
+    assert not isinstance(job.cluster, str) and job.cluster.counts == {"A100": 2}
+    assert job.data_path() == folder / "text.txt"
+
+
+def test_a_plan_file_is_read_and_must_agree(tmp_path: Path) -> None:
+    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8])
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    model = json.loads(plan.model.model_dump_json())
+    same = training(sequence_length=32, precision="bf16")
+    job = parsed(tmp_path, plan="plan.json", model=model, **same)
+    assert job.plan == plan
+    with pytest.raises(UserError, match=r"training.global_batch_size = 9 \(the plan says 8\) differs"):
+        parsed(tmp_path, plan="plan.json", model=model, training=same["training"] | {"global_batch_size": 9})
+    with pytest.raises(UserError, match="model differs from the plan's"):
+        parsed(tmp_path, plan="plan.json", **same)
+    with pytest.raises(UserError, match=r"training\.precision = fp32"):
+        parsed(tmp_path, plan="plan.json", model=model, **training())
+    with pytest.raises(UserError, match="cluster differs"):
+        parsed(tmp_path, plan="plan.json", model=model, cluster="1x1:A100", **same)
+
+
+def test_what_the_job_states_of_synchronisation_must_agree_with_its_plan(tmp_path: Path) -> None:
+    plan = make_plan(
+        make_model(),
+        [[(1, 1, 4)]],
+        samples=[8],
+        gradient_sync="tensor",
+        overlap=False,
+        dtypes={"wire": "bf16"},
+    )
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    common = {
+        "plan": "plan.json",
+        "model": json.loads(plan.model.model_dump_json()),
+        **training(sequence_length=32, precision="bf16"),
+    }
+    unstated = parsed(tmp_path, **common)
+    assert isinstance(unstated.plan, Plan) and unstated.plan.gradient_sync == "tensor"
+    agreeing = {"gradient_sync": "tensor", "wire_dtype": "bf16", "overlap": False}
+    parsed(tmp_path, runtime=agreeing, **common)
+    for field, other in {"gradient_sync": "block", "wire_dtype": "fp32", "overlap": True}.items():
+        with pytest.raises(
+            UserError, match=rf"runtime.{field} = {other} \(the plan says {agreeing[field]}\)"
+        ):
+            parsed(tmp_path, runtime=agreeing | {field: other}, **common)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "no spaces"}, "name = 'no spaces'"),
+        ({"colour": 1}, "colour is not a known key"),
+        ({"model": "gpt9"}, "presets: gpt3-1.3b"),
+        ({"cluster": "1x1:B52"}, "'B52' is not known"),
+        ({"plan": "none.json"}, "plan file"),
+        (training(steps=0), "training.steps = 0"),
+        (training(sequence_length=1000), "training.sequence_length = 1000 is more than the model's"),
+        (training(precision="fp16"), "'fp16' is not available yet; use bf16 or fp32"),
+        (training(learning_rate=-1), "training.learning_rate.peak = -1"),
+        (training(optimizer={"betas": [0.9, 1.0]}), "both must be at least 0 and below 1"),
+        ({"data": {"path": ""}}, "data.path"),
+        ({"emulation": {}, "cluster": "1x1:A100"}, "no node of the cluster says emulate: true"),
+        ({"emulation": {"time_scale": 0}}, "time_scale = 0"),
+        ({"runtime": {"gradient_sync": "ring"}}, "runtime.gradient_sync = 'ring'"),
+        ({"runtime": {"wire_dtype": "fp16"}}, "runtime.wire_dtype = 'fp16'"),
+    ],
+)
+def test_a_wrong_job_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parsed(tmp_path, **changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    data = job_data()
+    del data["training"]
+    with pytest.raises(UserError, match="training is missing; add it"):
+        parse_job(data, base=tmp_path)
+    with pytest.raises(UserError, match="a job is a mapping"):
+        parse_job([1], base=tmp_path)
+    with pytest.raises(UserError, match=r"job file .* does not exist"):
+        read_job(tmp_path / "none.yaml")
+
+
+def test_learning_rates_warm_up_and_end() -> None:
+    rate = LearningRate(peak=1.0, schedule="cosine", warmup_steps=4, minimum=0.1)
+    rates = [rate.at(i, steps=10) for i in range(1, 11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    linear = LearningRate(peak=1.0, schedule="linear", minimum=0.0)
+    assert [linear.at(i, steps=4) for i in (1, 2, 4)] == pytest.approx([0.75, 0.5, 0.0])
+    assert LearningRate(peak=0.3).at(99, steps=100) == 0.3
+
+
+def test_a_bare_number_is_a_constant_rate(tmp_path: Path) -> None:
+    job = parsed(tmp_path, **training(learning_rate=0.01))
+    assert job.training.learning_rate == LearningRate(peak=0.01)

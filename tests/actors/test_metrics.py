@@ -1,0 +1,124 @@
+"""Reports of ranks to rows, rows to the end of a run, and what a terminal shows of both."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from actors.engine.trainer import IterationReport
+from actors.metrics import Measurements, finish_spread
+from actors.report import Console
+from actors.run_folder import RunFolder
+from actors.summary import summarize
+from planner.cluster import resolve_cluster
+from planner.cost.price import with_prediction
+from planner.plan import Plan, PlanEmulation
+from tests.plans import make_model, make_plan
+
+SCALE = 100.0
+
+
+def report(iteration: int, *, start: float, compute_seconds: float) -> IterationReport:
+    return IterationReport(
+        iteration=iteration,
+        loss=2.0,
+        gradient_norm=0.5,
+        learning_rate=1e-3,
+        start_time=start,
+        compute_end_time=start + compute_seconds,
+        sync_end_time=start + 8.5,
+        end_time=start + 9.0,
+        steps=10,
+        late_steps=1,
+        peak_tensor_bytes=1000,
+    )
+
+
+def emulated_plan() -> Plan:
+    cluster = resolve_cluster({"nodes": [{"emulate": True, "devices": [{"type": "A100", "count": 3}]}]})
+    plan = make_plan(
+        make_model(),
+        [[(1, 1, 2), (1, 1, 2)], [(1, 1, 4)]],
+        cluster=cluster,
+        micro_batch_sizes=[1, 1],
+        samples=[6, 2],
+        emulation=PlanEmulation(time_scale=SCALE),
+    )
+    return with_prediction(plan)
+
+
+def reports(iteration: int, start: float) -> dict[int, IterationReport]:
+    """Pipeline 0 is ranks 0 and 1; rank 2's host has another clock: only differences mean anything."""
+    starts, seconds = [start, start, 1e6 + start], [8.0, 6.0, 4.0]
+    return {rank: report(iteration, start=starts[rank], compute_seconds=seconds[rank]) for rank in range(3)}
+
+
+def test_a_row_holds_device_seconds_and_every_pipeline_s_share() -> None:
+    plan = emulated_plan()
+    assert plan.predicted is not None
+    measurements = Measurements(plan)
+    measurements.row(reports(1, 100.0))
+    row = measurements.row(reports(2, 110.0))
+    assert row["iteration"] == 2
+    # From the end of the iteration before, at 109, to the end of this one, at 119.
+    assert row["wall_seconds"] == pytest.approx(10.0)
+    assert row["iteration_seconds"] == pytest.approx(10.0 / SCALE)
+    assert row["samples_per_second"] == pytest.approx(8 / 0.1)
+    assert row["tokens_per_second"] == pytest.approx(8 * 32 / 0.1)
+    assert [p["samples_per_second"] for p in row["pipelines"]] == pytest.approx([60.0, 20.0])
+    assert [p["end_seconds"] for p in row["pipelines"]] == pytest.approx([0.08, 0.04])
+    assert row["late_step_share"] == pytest.approx(0.1)
+    assert row["predicted_iteration_seconds"] == plan.predicted.iteration_seconds
+    for pipeline, predicted in zip(row["pipelines"], plan.predicted.pipelines, strict=True):
+        # The last backward, which is before the pipeline's last gradient block.
+        assert 0 < pipeline["predicted_end_seconds"] < predicted.end_seconds
+    assert finish_spread([row]) == pytest.approx(0.5)
+
+
+def test_the_end_says_what_was_measured_and_where_it_lies(tmp_path: Path) -> None:
+    plan = emulated_plan()
+    assert plan.predicted is not None
+    measurements = Measurements(plan)
+    rows = [measurements.row(reports(i, 10.0 * i)) for i in (1, 2, 3)]
+    rows[-1]["loss"] = 1.5
+    summary = summarize(
+        rows,
+        state="succeeded",
+        folder=RunFolder(tmp_path),
+        steps=3,
+        emulated=True,
+        wall_seconds=61.0,
+        failure=None,
+    )
+    screen = StringIO()
+    console = Console(Terminal(file=screen, width=300))
+    console.planned(plan, folder=tmp_path, steps=3)
+    for row in rows:
+        console.iteration(row)
+    console.finished(summary)
+    text = screen.getvalue()
+    assert "EMULATED" in text.splitlines()[0]
+    assert "2/3  loss 2.0000  100 ms (predicted" in text
+    assert "80 samples/s  [0] 60 samples/s 1.92k tokens/s  [1] 20 samples/s" in text
+    assert "loss: 2.0000 -> 1.5000 (75% of the first)" in text
+    assert "pipelines finish within 50.0% of each other" in text
+    assert f"run folder: {tmp_path}" in text.splitlines()[-1]
+
+
+def test_a_run_that_never_iterated_has_an_end_too(tmp_path: Path) -> None:
+    summary = summarize(
+        [],
+        state="failed",
+        folder=RunFolder(tmp_path),
+        steps=3,
+        emulated=True,
+        wall_seconds=1.0,
+        failure="rank 0 failed",
+    )
+    screen = StringIO()
+    Console(Terminal(file=screen, width=300)).finished(summary)
+    assert "cause: rank 0 failed" in screen.getvalue()
+    assert summary.last_loss is None

@@ -1,0 +1,80 @@
+"""From a job to the plan that runs, as far as no Ray is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.job import Job, read_job
+from actors.planning import make_plan, plan_request, prepare
+from planner.errors import UserError
+from planner.units import parse_bandwidth
+from tests.e2e.runs import write_job
+
+FAST = {"bandwidth": "100 Tbps", "latency": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def job_with(folder: Path, **changes: Any) -> Job:
+    return read_job(write_job(folder, steps=2, **changes))
+
+
+def test_a_job_s_own_plan_runs_priced_and_at_the_scale_it_states(tmp_path: Path) -> None:
+    job = job_with(tmp_path, time_scale=1234.0)
+    plan = make_plan(job, prepare(job), equal_batches=False)
+    assert plan.emulation.time_scale == 1234.0
+    assert plan.predicted is not None and plan.predicted.simulated_seconds is not None
+    assert plan.predicted.simulated_seconds <= plan.predicted.iteration_seconds * (1 + 1e-9)
+
+
+def test_the_job_says_how_gradients_travel_where_its_plan_does_not(tmp_path: Path) -> None:
+    for stated, overlap in (({}, True), ({"overlap": False}, False)):
+        job = job_with(tmp_path, time_scale=1.0, runtime=stated)
+        plan = make_plan(job, prepare(job), equal_batches=False)
+        assert plan.overlap is overlap
+        config = prepare(job).trainer_config(job, plan)
+        assert not config.deterministic
+    job = job_with(tmp_path, time_scale=1.0, runtime={"deterministic": True})
+    assert prepare(job).trainer_config(job, plan).deterministic
+    request = plan_request(
+        job_with(tmp_path, plan="auto", cluster="1x2:910B2", runtime={"wire_dtype": "bf16"})
+    )
+    assert (request.dtypes.param, request.dtypes.wire) == (job.training.precision, "bf16")
+
+
+def test_the_job_s_emulation_comes_before_the_plan_s(tmp_path: Path) -> None:
+    emulation = {"time_scale": 50.0, "memory_scale": 3.0, "links": {"intra_node": FAST, "inter_node": FAST}}
+    job = job_with(tmp_path, emulation=emulation)
+    plan = make_plan(job, prepare(job), equal_batches=False)
+    assert (plan.emulation.time_scale, plan.emulation.memory_scale) == (50.0, 3.0)
+    assert plan.cluster.links.inter_node.bandwidth == parse_bandwidth("100 Tbps")
+
+
+def test_equal_batches_change_the_samples_and_nothing_else(tmp_path: Path) -> None:
+    job = job_with(tmp_path)
+    plan = make_plan(job, prepare(job), equal_batches=False)
+    equal = make_plan(job, prepare(job, equal_batches=True), equal_batches=True)
+    assert [p.samples for p in plan.pipelines] == [5, 3]
+    assert [p.samples for p in equal.pipelines] == [4, 4]
+    assert [p.stages for p in equal.pipelines] == [p.stages for p in plan.pipelines]
+
+
+def test_the_cluster_s_own_links_must_name_its_types(tmp_path: Path) -> None:
+    links = {"overrides": {"A100/H100": FAST}}
+    job = job_with(tmp_path, emulation={"links": links})
+    with pytest.raises(UserError, match="names 'H100', which the cluster does not hold"):
+        prepare(job)
+
+
+def test_the_token_file_is_made_once(tmp_path: Path) -> None:
+    job = job_with(tmp_path)
+    first = prepare(job).tokens
+    stamp = first.stat().st_mtime_ns
+    assert prepare(job).tokens == first
+    assert first.stat().st_mtime_ns == stamp

@@ -1,0 +1,63 @@
+"""What a run leaves behind, and which folders it takes."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from actors.job import Job, parse_job, read_job
+from actors.run_folder import RunFolder, default_folder
+from planner.errors import UserError
+
+
+def make_job(base: Path) -> Job:
+    return parse_job(
+        {
+            "name": "demo",
+            "model": "gpt3-nano",
+            "data": {"path": "text.txt"},
+            "training": {"global_batch_size": 4, "sequence_length": 16, "steps": 2},
+            "cluster": {"nodes": [{"emulate": True, "devices": [{"type": "A100", "count": 2}]}]},
+        },
+        base=base,
+    )
+
+
+def test_the_default_folder_is_named_after_job_and_time(tmp_path: Path) -> None:
+    moment = datetime(2030, 1, 2, 3, 4, 5)
+    assert default_folder(make_job(tmp_path), now=moment) == Path("runs/demo-20300102-030405")
+
+
+def test_a_folder_with_content_is_refused_unless_it_may_be_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    (tmp_path / "notes.txt").write_text("the user's\n")
+    with pytest.raises(UserError, match=r"is not empty; name another folder or add --overwrite"):
+        RunFolder.check(tmp_path, overwrite=False)
+    folder = RunFolder.check(tmp_path, overwrite=True)
+    folder.create()
+    assert folder.metrics.read_text() == ""
+    assert (tmp_path / "notes.txt").read_text() == "the user's\n"
+    with pytest.raises(UserError, match="is not a folder"):
+        RunFolder.check(tmp_path / "notes.txt", overwrite=True)
+
+
+def test_the_written_job_can_be_run_again_from_anywhere(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    folder = RunFolder.check(tmp_path / "a" / "run", overwrite=False)
+    folder.create()
+    folder.write_job(job)
+    again = read_job(folder.path / "job.yaml")
+    assert again.data_path() == tmp_path / "text.txt"
+    assert again.model_dump(exclude={"data"}) == job.model_dump(exclude={"data"})
+
+
+def test_metrics_are_whole_lines(tmp_path: Path) -> None:
+    folder = RunFolder.check(tmp_path / "run", overwrite=False)
+    folder.create()
+    for iteration in (1, 2):
+        folder.append_metrics({"iteration": iteration, "loss": 0.5})
+    assert [json.loads(line)["iteration"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
+    assert folder.written() == ["metrics.jsonl"]

@@ -1,0 +1,120 @@
+"""`eth train` from job file to run folder, and how it ends when it is not left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from actors.job import read_job
+from planner.parameters import model_parameters
+from tests.e2e.runs import Run, rows, wait_until, write_job
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Run]:
+    """A run that went to its end: its folder, what it printed, and its process."""
+    folder = tmp_path_factory.mktemp("finished")
+    run = Run([str(write_job(folder, steps=STEPS)), "--output", str(folder / "run")], folder)
+    code, out, err = run.end()
+    assert code == 0, err
+    return folder / "run", out, run
+
+
+def test_every_iteration_has_a_row_with_every_pipeline(finished: tuple[Path, str, Run]) -> None:
+    found = rows(finished[0])
+    assert [row["iteration"] for row in found] == list(range(1, STEPS + 1))
+    assert found[-1]["loss"] < found[0]["loss"]
+    for row in found:
+        assert math.isfinite(row["gradient_norm"]) and row["learning_rate"] == 0.01
+        assert row["iteration_seconds"] == pytest.approx(row["wall_seconds"] / row["time_scale"])
+        assert row["samples_per_second"] == pytest.approx(8 / row["iteration_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(32 * row["samples_per_second"])
+        assert [pipeline["samples"] for pipeline in row["pipelines"]] == [5, 3]
+        assert row["samples_per_second"] == pytest.approx(
+            sum(pipeline["samples_per_second"] for pipeline in row["pipelines"])
+        )
+        for pipeline in row["pipelines"]:
+            assert 0 < pipeline["end_seconds"] <= row["iteration_seconds"] * 1.01
+            assert pipeline["predicted_end_seconds"] > 0
+
+
+def test_the_weights_are_those_of_the_unsharded_model(finished: tuple[Path, str, Run]) -> None:
+    model = read_job(finished[0] / "job.yaml").model
+    expected = {parameter.name: parameter.shape for parameter in model_parameters(model)}
+    with safe_open(finished[0] / "weights.safetensors", framework="numpy") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert found == expected
+
+
+def test_the_end_is_told_and_nothing_is_left(finished: tuple[Path, str, Run]) -> None:
+    folder, out, run = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["state"], summary["iterations"]) == ("succeeded", STEPS)
+    assert "EMULATED" in out
+    assert str(folder) in out.splitlines()[-1]
+    assert {path.name for path in folder.iterdir()} == {*summary["written"]}
+    assert run.leaves_nothing()
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
+    assert wait_until(lambda: len(rows(tmp_path / "run")) >= 2)
+    victim = run.processes(name="ray::Worker")[0]
+    os.kill(victim, signal.SIGKILL)
+    code, out, err = run.end(seconds=60)
+    assert code == 1
+    assert err.startswith("eth: rank ") and f"died: its process {victim} on " in err
+    assert ("pipeline 0, stage 0" in err) or ("pipeline 1, stage" in err)
+    assert "failed after" in out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "failed"
+    assert run.leaves_nothing()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_what_it_wrote_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
+    assert wait_until(lambda: len(rows(tmp_path / "run")) >= 2)
+    if number is signal.SIGINT:
+        # As Ctrl-C does: to the whole process group of the terminal.
+        os.killpg(run.process.pid, number)
+    else:
+        run.process.send_signal(number)
+    code, out, err = run.end(seconds=60)
+    assert code == 130, err
+    assert "stopped after iteration" in err
+    assert f"run folder: {tmp_path / 'run'} (job.yaml, plan.json, metrics.jsonl, summary.json)" in out
+    assert run.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_killed_driver_takes_everything_with_it(tmp_path: Path) -> None:
+    run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
+    assert wait_until(lambda: len(rows(tmp_path / "run")) >= 2)
+    run.process.kill()
+    run.process.wait()
+    assert run.leaves_nothing()
+
+
+def test_a_model_that_cannot_fit_is_a_user_s_mistake(tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path,
+        steps=1,
+        model="gpt3-175b",
+        plan="auto",
+        cluster={"nodes": [{"emulate": True, "devices": [{"type": "RTX3090", "count": 2}]}]},
+    )
+    run = Run([str(job), "--output", str(tmp_path / "run")], tmp_path)
+    code, _, err = run.end()
+    assert code == 2
+    assert err.startswith("eth: ") and err.count("\n") == 1
+    assert "stage" in err and "GiB" in err
+    assert not (tmp_path / "run").exists()
+    assert run.leaves_nothing()
