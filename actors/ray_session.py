@@ -18,8 +18,10 @@ from planner.errors import UserError
 
 # Weights and activations never pass through Ray; its object store only carries reports.
 _OBJECT_STORE_BYTES = 100 * 1024**2
-_QUIET = {
+EMBEDDED_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's workers are nice by default; ranks that keep an emulated device's pace must not be.
+    "RAY_worker_niceness": "0",
     # Ray would otherwise warn that it will stop hiding accelerators from workers that ask for none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -46,7 +48,7 @@ def ray_session(address: str | None) -> Iterator[None]:
 
 
 def _start_embedded() -> None:
-    for name, value in _QUIET.items():
+    for name, value in EMBEDDED_SETTINGS.items():
         os.environ.setdefault(name, value)
     # "local" ignores RAY_ADDRESS: without an address asked for, no cluster may be picked up by accident.
     ray.init(

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray._private import parameter
 
+from actors.ray_session import EMBEDDED_SETTINGS
 from eth_service.ray_jobs import ADDRESS_VARIABLES
 from planner.errors import UserError
 
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
+_ENVIRONMENT = EMBEDDED_SETTINGS | {
     # A driver that is asked to stop puts its actors away first; Ray's own three seconds are too few.
     "RAY_JOB_STOP_WAIT_TIME_S": "20",
     # If the service is killed its Ray never comes back: a driver need not wait a minute for it.

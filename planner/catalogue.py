@@ -28,7 +28,7 @@ class DeviceType(Contract):
 
     def tflops(self, precision: str) -> float:
         """Peak for a precision; 16-bit types stand in for each other, else the slowest known is used."""
-        table: dict[str, float] = dict(self.peak_tflops)
+        table = {str(name): value for name, value in self.peak_tflops.items()}
         if precision in table:
             return table[precision]
         twin = {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")

@@ -63,7 +63,7 @@ class DeviceCount(Contract):
 
 
 class Node(Contract):
-    """One machine. `emulate` says that its devices are played by host processes (design: emulated devices)."""
+    """One machine. `emulate` says that its devices are played by host processes (docs/architecture.md)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     devices: tuple[DeviceCount, ...] = Field(min_length=1)
@@ -83,7 +83,7 @@ class Device:
 
 
 class Cluster(Contract):
-    """Device types, nodes and links. Nodes are kept one by one; a file may write `count: 4` for four alike."""
+    """Device types, nodes, links. Nodes are kept one by one; a file may write `count: 4` for four alike."""
 
     version: Literal[1] = 1
     device_types: dict[str, DeviceType]

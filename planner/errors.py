@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,6 +23,24 @@ class Contract(BaseModel):
     """Base of every file format: unknown keys are refused, values are immutable once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced, not validated; what was derived from the old ones is forgotten."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in _derived(type(self)):
+            copied.__dict__.pop(name, None)
+        return copied
+
+
+@cache
+def _derived(kind: type) -> tuple[str, ...]:
+    """Names of a class's cached properties."""
+    return tuple(
+        name
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, cached_property)
+    )
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -13,8 +13,9 @@ A rank whose gradient buffer is laid out in block order has every block as one c
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -233,25 +234,64 @@ def _sharded(parameter: Parameter, stages: Sequence[StageLayout]) -> Iterator[_P
 
 
 def fuse(ranges: Iterable[CombinedRange]) -> tuple[GradientBlock, ...]:
-    """One block of all ranges with the same kind and holders, its atoms in region order.
-
-    Launch order is that of the backward pass: a block comes before those that reach further down the
-    model, since its last gradient is ready earlier; tied blocks, complete only when both ends of every
-    pipeline are, come last. Any one order for all ranks keeps them from waiting for each other
-    crosswise.
-    """
+    """One block of all ranges with the same kind and holders, its atoms in region order."""
     fused: dict[tuple[BlockKind, tuple[int, ...]], list[CombinedRange]] = {}
     for part in ranges:
         fused.setdefault((part.kind, part.holders), []).append(part)
     # Stable: the blocks of one layer range keep the order of their cuts, so a rank below the finest TP
     # degree has a parameter's pieces at equal distances.
-    ordered = sorted(fused.values(), key=_launch_key)
-    return tuple(_block(index, parts) for index, parts in enumerate(ordered))
+    backward = sorted(fused.values(), key=_backward_key)
+    return launch_order([_block(index, parts) for index, parts in enumerate(backward)])
 
 
-def _launch_key(parts: Sequence[CombinedRange]) -> tuple[bool, int, bool]:
+def _backward_key(parts: Sequence[CombinedRange]) -> tuple[bool, int, bool]:
+    """Backward completes blocks in this order: the further down the model one reaches the later; tied last."""
     kind = parts[0].kind
     return kind == "tied", -min(part.region.order for part in parts), kind == "replicated"
+
+
+def launch_order(blocks: Sequence[GradientBlock]) -> tuple[GradientBlock, ...]:
+    """The blocks, given in the order in which backward completes them, numbered in launch order.
+
+    Every rank launches its blocks in the one order, so ranks never wait for each other crosswise; but where
+    stage boundaries do not align, neighbouring blocks share holders, and launching down the model would make
+    each wait for the one before. So each next block is the one that can start earliest when all ranks are
+    ready at zero and a ring all-reduce over N holders takes numel (N - 1) / N; of several, the one with the
+    holder that has most still to do; then the one that backward completes first. Tied blocks, complete only
+    when both ends of every pipeline are, come last.
+
+    Starts only grow and what is left only shrinks, so an entry of the heap that is out of date is never too
+    late: it is looked at again when it surfaces.
+    """
+    seconds = [block.numel * (1 - 1 / len(block.holders)) for block in blocks]
+    free: dict[int, float] = {}
+    left: dict[int, float] = {}
+    for block, duration in zip(blocks, seconds, strict=True):
+        for rank in block.holders:
+            free[rank] = 0.0
+            left[rank] = left.get(rank, 0.0) + duration
+
+    def key(index: int) -> tuple[bool, float, float, int]:
+        block = blocks[index]
+        start = max(map(free.__getitem__, block.holders))
+        return block.kind == "tied", start, -max(map(left.__getitem__, block.holders)), index
+
+    heap = [key(index) for index in range(len(blocks))]
+    heapq.heapify(heap)
+    ordered: list[GradientBlock] = []
+    while heap:
+        entry = heap[0]
+        fresh = key(entry[-1])
+        if fresh != entry:
+            heapq.heapreplace(heap, fresh)
+            continue
+        heapq.heappop(heap)
+        index, start = entry[-1], entry[1]
+        for rank in blocks[index].holders:
+            free[rank] = start + seconds[index]
+            left[rank] -= seconds[index]
+        ordered.append(replace(blocks[index], index=len(ordered)))
+    return tuple(ordered)
 
 
 def _block(index: int, parts: Sequence[CombinedRange]) -> GradientBlock:

@@ -50,7 +50,7 @@ class ModelSpec(Contract):
     def _check(self) -> ModelSpec:
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size = {self.hidden_size} must be a multiple of heads = {self.heads}; change one of them"
+                f"hidden_size = {self.hidden_size} must be a multiple of heads = {self.heads}; change one"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")

@@ -165,6 +165,11 @@ class Plan(Contract):
     zero_stage: Literal[0, 1, 2] = 0
     zero_scope: Literal["all", "pipeline"] = "all"
     gradient_sync: GradientSync = "block"
+    overlap: bool | None = Field(
+        default=None,
+        description="gradients are synchronised while the last backward goes on; null leaves it to the job,"
+        " and is priced as after it",
+    )
     idle_devices: tuple[str, ...] = ()
     emulation: PlanEmulation = PlanEmulation()
     profiles: tuple[ProfileSource, ...] = ()

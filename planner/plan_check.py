@@ -114,7 +114,8 @@ def _check_degrees(model: ModelSpec, where: str, stage: StagePlan) -> None:
         value = getattr(model, field)
         if value % stage.tp:
             raise ValueError(
-                f"{where}.tp = {stage.tp} does not divide the model's {field} = {value}; choose a divisor of {value}"
+                f"{where}.tp = {stage.tp} does not divide the model's {field} = {value};"
+                f" choose a divisor of {value}"
             )
 
 
@@ -150,5 +151,6 @@ def _check_recompute(model: ModelSpec, where: str, stage: StagePlan) -> None:
             )
         if not 0 <= count <= stage.layer_count:
             raise ValueError(
-                f"{where}.recompute.{operator} = {count} must be from 0 to the stage's {stage.layer_count} layers"
+                f"{where}.recompute.{operator} = {count} must be from 0 to the stage's"
+                f" {stage.layer_count} layers"
             )

@@ -1,4 +1,4 @@
-"""A replica's rows of every micro-batch of its pipeline (design 6.3, law 2)."""
+"""A replica's rows of every micro-batch of its pipeline (law 2 of docs/architecture.md)."""
 
 from __future__ import annotations
 

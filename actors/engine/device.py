@@ -42,6 +42,11 @@ class Device(Protocol):
 
     def step(self, kind: StepKind) -> AbstractContextManager[None]: ...
 
+    def passed(self, region: int) -> None:
+        """Inside a backward step: all gradients down to a region of the model are there. An emulated device
+        is not faster than that which it emulates even then."""
+        ...
+
     def measuring(self) -> AbstractContextManager[None]: ...
 
     def synchronize(self) -> None:
@@ -71,6 +76,9 @@ class HostDevice:
         self.steps += 1
         with _told_out_of_memory(self._place, self._device_type, _host_memory_bytes()):
             yield
+
+    def passed(self, region: int) -> None:
+        return None
 
     def measuring(self) -> AbstractContextManager[None]:
         return self._live.watching()
@@ -115,6 +123,9 @@ class AcceleratorDevice:
         self.steps += 1
         with self._told():
             yield
+
+    def passed(self, region: int) -> None:
+        return None
 
     def measuring(self) -> AbstractContextManager[None]:
         return self._told()

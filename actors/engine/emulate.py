@@ -1,4 +1,4 @@
-"""Emulated devices (design 6.6): a host process that keeps the pace and the memory of a planned device.
+"""Emulated devices: a host process that keeps the pace and the memory of a planned device.
 
 Arithmetic, schedule, messages and collectives are real. Durations and links are the planner's times
 `time_scale`; memory is what the tensors really take times `memory_scale`, checked against the device's.
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from actors.engine import exchange, gradient_sync
+from actors.engine import exchange
 from actors.engine.errors import out_of_memory
+from actors.engine.gradient_transport import CallTransport, Groups, Span, ThreadCourier, Work
 from actors.engine.live_memory import LiveTensors
+from planner.cost.backward import BackwardLeft
 from planner.cost.gradient import block_seconds, optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
-from planner.gradient_blocks import GradientBlock
+from planner.cost.stages import StageCost
+from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace
 from planner.units import format_bytes
 
@@ -46,6 +49,9 @@ class EmulatedDevice:
             "backward": step.backward * scale,
             "optimizer": optimizer_seconds(plan, place.device) * scale,
         }
+        self._scale = scale
+        self._left = BackwardLeft(plan, StageCost.of_plan(plan))
+        self._deadline = 0.0
         self._place = place
         self._device_type = plan.cluster.device_by_id[place.device].type
         self._memory_scale = plan.emulation.memory_scale
@@ -60,11 +66,14 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def step(self, kind: StepKind) -> Iterator[None]:
-        deadline = time.monotonic() + self._seconds[kind]
+        self._deadline = time.monotonic() + self._seconds[kind]
         yield
         self.steps += 1
-        self.late_steps += time.monotonic() > deadline
-        sleep_until(deadline)
+        self.late_steps += time.monotonic() > self._deadline
+        sleep_until(self._deadline)
+
+    def passed(self, region: int) -> None:
+        sleep_until(self._deadline - self._left.seconds(self._place.rank, region) * self._scale)
 
     def measuring(self) -> AbstractContextManager[None]:
         return self._live.watching()
@@ -159,42 +168,33 @@ class _Arrival:
         self._messages.arrive(self._both.stamp, self._seconds)
 
 
-class PacedBlocks:
-    """Gradient blocks that take their planned time.
+class PacedCalls:
+    """Collectives of gradients that take their planned time, on a thread: they go on during backward.
 
-    A block starts when the last of its holders is ready for it, which each is after its block before: so
+    A call starts when the last of its holders is ready for it, which each is after its call before: so
     collectives run one after the other, and the holders agree on the start by a maximum beside the sum.
     """
 
-    def __init__(self, inner: gradient_sync.BlockTransport, *, groups: HolderGroups, plan: Plan) -> None:
+    def __init__(self, inner: CallTransport, *, groups: Groups, plan: Plan) -> None:
         self._inner = inner
         self._groups = groups
         self._plan = plan
+        self._courier = ThreadCourier()
 
-    def all_reduce(self, block: GradientBlock, data: torch.Tensor) -> gradient_sync.Work:
-        return _PacedBlock(self, block, data)
+    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        return self._courier.start(lambda: self._run(call, data))
 
-    def run(self, block: GradientBlock, data: torch.Tensor) -> None:
+    def close(self) -> None:
+        self._courier.close()
+        self._inner.close()
+
+    def _run(self, call: GradientCall, data: torch.Tensor) -> Span:
         """The whole collective, and what is left of its planned time."""
         ready = torch.tensor([time.monotonic()], dtype=torch.float64)
-        agreed = dist.all_reduce(ready, dist.ReduceOp.MAX, group=self._groups[block.holders], async_op=True)
-        self._inner.all_reduce(block, data).wait()
+        agreed = dist.all_reduce(ready, dist.ReduceOp.MAX, group=self._groups[call.holders], async_op=True)
+        self._inner.all_reduce(call, data).wait()
         assert agreed is not None
         agreed.wait()
         start = min(float(ready), time.monotonic())
-        sleep_until(start + block_seconds(self._plan, block) * self._plan.emulation.time_scale)
-
-
-HolderGroups = dict[tuple[int, ...], dist.ProcessGroup]
-
-
-class _PacedBlock:
-    """Runs when it is waited for: the blocks before it are then done."""
-
-    def __init__(self, blocks: PacedBlocks, block: GradientBlock, data: torch.Tensor) -> None:
-        self._blocks = blocks
-        self._block = block
-        self._data = data
-
-    def wait(self) -> None:
-        self._blocks.run(self._block, self._data)
+        sleep_until(start + block_seconds(self._plan, call) * self._plan.emulation.time_scale)
+        return Span(start, time.monotonic())

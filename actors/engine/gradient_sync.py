@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from actors.engine.gradient_buffer import GradientBuffer
-from actors.engine.gradient_transport import CallTransport, GroupTransport, Work
-from planner.gradient_blocks import GradientBlock
+from actors.engine.gradient_transport import CallTransport, Span, Work
 from planner.gradient_calls import GradientCall, GradientLayout, Section
-
-__all__ = ["BlockSync", "BlockTransport", "CallTime", "GradientSync", "GroupTransport", "Work"]
 
 # A norm taken in fp32 over 20 million elements at once is wrong by 2e-3 on a CPU; in pieces of this many
 # elements it is right to 1e-6.
 _NORM_PIECE = 1 << 16
 
 
-class BlockTransport(Protocol):
-    """How a block is summed over its holders: called on each of them, in launch order."""
-
-    def all_reduce(self, block: GradientBlock, data: torch.Tensor) -> Work:
-        """Start to sum `data` (flat, contiguous) in place; it is complete after the work's `wait`."""
-        ...
-
-
 @dataclass(frozen=True)
 class CallTime:
-    """When a call was under way on this rank, by `time.monotonic()`: from its launch, or where its transport
-    knows it from when all holders were ready, until it was found complete."""
+    """When a call was under way on this rank: from its launch, or where its transport knows it, from when all
+    holders were ready; until it was found complete."""
 
     call: GradientCall
-    start: float
-    end: float
+    span: Span
 
 
 class GradientSync:
@@ -49,7 +36,8 @@ class GradientSync:
 
     Args:
         layout: the plan's; the rank's calls are launched in its order.
-        before_launch: called on each call that `arm` launches; an emulated device paces itself there.
+        before_launch: told the region with which backward completes each call, before it is launched during
+            backward; an emulated device paces itself there.
     """
 
     def __init__(
@@ -59,7 +47,7 @@ class GradientSync:
         layout: GradientLayout,
         rank: int,
         transport: CallTransport,
-        before_launch: Callable[[GradientCall], None] | None = None,
+        before_launch: Callable[[int], None] | None = None,
     ) -> None:
         self._buffer = buffer
         self._transport = transport
@@ -99,12 +87,12 @@ class GradientSync:
         self.times = []
         for call, launched, work in self._running:
             try:
-                work.wait()
+                found = work.wait()
             except Exception as error:
                 error.add_note(f"while gradients were summed over ranks {', '.join(map(str, call.holders))}")
                 raise
-            start, end = getattr(work, "span", (launched, time.monotonic()))
-            self.times.append(CallTime(call, start, end))
+            span = found if isinstance(found, Span) else Span(launched, time.monotonic())
+            self.times.append(CallTime(call, span))
         self._running.clear()
 
     def square_sum(self) -> torch.Tensor:
@@ -129,7 +117,7 @@ class GradientSync:
             self._missing[index] -= 1
         while len(self._running) < len(self._launches) and not self._missing[len(self._running)]:
             if self._before_launch is not None:
-                self._before_launch(self._launches[len(self._running)].call)
+                self._before_launch(self._launches[len(self._running)].call.region)
             self._launch()
 
     def _launch(self) -> None:
@@ -143,7 +131,7 @@ class GradientSync:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A call as one rank sees it: its data, what of it the rank scales first, and whose gradients it takes."""
+    """A call as one rank sees it: its data, what of it the rank scales first, whose gradients it takes."""
 
     call: GradientCall
     data: torch.Tensor
@@ -165,53 +153,3 @@ class _Launch:
                     parameters.add(atom.parameter)
                 start += atom.numel
         return cls(call, data, weighted, frozenset(parameters))
-
-
-class BlockSync:
-    """Block-wise synchronisation (paper 4.3): one collective a block, all started before any is awaited.
-
-    `blocks` are the rank's, in the launch order that all ranks share: no two ranks wait for each other
-    crosswise. A block with one holder costs nothing.
-    """
-
-    def __init__(
-        self,
-        *,
-        buffer: GradientBuffer,
-        blocks: Sequence[GradientBlock],
-        rank: int,
-        transport: BlockTransport,
-    ) -> None:
-        self._rank = rank
-        self._device = buffer.flat.device
-        self._transport = transport
-        self._parts = [(block, buffer.block_view(block)) for block in blocks]
-        self._running: list[Work] = []
-
-    def start(self) -> None:
-        """Scale this rank's contributions and start every collective."""
-        assert not self._running, "the last synchronisation is not finished"
-        for block, data in self._parts:
-            if (weight := block.weight(self._rank)) != 1.0:
-                data.mul_(weight)
-            if len(block.holders) > 1:
-                self._running.append(self._transport.all_reduce(block, data))
-
-    def finish(self) -> None:
-        """Wait until the buffer holds the global batch's gradients."""
-        for work in self._running:
-            work.wait()
-        self._running.clear()
-
-    def square_sum(self) -> torch.Tensor:
-        """Sum of squares of the synchronised gradients that this rank answers for: a scalar, fp32.
-
-        The first holder of a block answers for it, so the sum over the world counts every parameter
-        element once, however the pipelines are cut, and is not finite on any rank if one
-        element is not.
-        """
-        own = [data for block, data in self._parts if block.holders[0] == self._rank]
-        pieces = [piece for data in own for piece in data.split(_NORM_PIECE)]
-        if not pieces:
-            return torch.zeros((), device=self._device)
-        return torch.stack(torch._foreach_norm(pieces)).float().square().sum()

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,8 +25,16 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups of more than one rank, by their ranks in ascending order."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """From when to when a collective used its links, by `time.monotonic()`."""
+
+    start: float
+    end: float
+
+
 class Work(Protocol):
-    """A collective under way."""
+    """A collective under way; `wait` may return its Span."""
 
     def wait(self) -> object: ...
 
@@ -226,7 +235,7 @@ class Steps:
             data.copy_(wire)
 
     def _exchange_shards(self, ranks: tuple[int, ...], whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """All-gather in place by messages between every two ranks: gloo's own copies, and takes more turns."""
+        """All-gather in place by messages between every two ranks: gloo's own copies, in more turns."""
         group, me = self._groups[ranks], ranks.index(self._rank)
         rows = whole.view(len(ranks), -1)
         works = []

@@ -1,4 +1,4 @@
-"""Process groups of a plan: the same list on every rank, made in the same order (design 6.1)."""
+"""Process groups of a plan: the same list on every rank, made in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from actors.engine.support import device_backend
-from planner.gradient_blocks import GradientBlock
+from planner.gradient_calls import reduction_groups
 from planner.plan import Plan, RankPlace
 
 
@@ -38,12 +38,12 @@ def exchange_group_name(kind: str, pipeline: int) -> str:
     return f"{kind} {pipeline}"
 
 
-def block_group_name(holders: Sequence[int]) -> str:
-    """Name of the group of a gradient block's holders."""
-    return "holders " + ",".join(map(str, holders))
+def reduction_group_name(ranks: Sequence[int]) -> str:
+    """Name of a group that gradients are summed over."""
+    return "reduction " + ",".join(map(str, ranks))
 
 
-def group_specs(plan: Plan, blocks: Sequence[GradientBlock]) -> tuple[GroupSpec, ...]:
+def group_specs(plan: Plan) -> tuple[GroupSpec, ...]:
     """Every group of more than one rank, in the order in which they are made. Pure: depends on the plan."""
     specs: dict[str, tuple[int, ...]] = {}
     members: dict[str, list[int]] = {}
@@ -56,8 +56,8 @@ def group_specs(plan: Plan, blocks: Sequence[GradientBlock]) -> tuple[GroupSpec,
                 members[exchange_group_name(kind, index)] = ranks
     for name, ranks in members.items():
         specs[name] = tuple(ranks)
-    for block in blocks:
-        specs.setdefault(block_group_name(block.holders), block.holders)
+    for group in reduction_groups(plan):
+        specs[reduction_group_name(group)] = group
     return tuple(GroupSpec(name, ranks) for name, ranks in specs.items() if len(ranks) > 1)
 
 
@@ -82,7 +82,6 @@ class ProcessGroups:
         cls,
         *,
         plan: Plan,
-        blocks: Sequence[GradientBlock],
         rank: int,
         store: dist.Store,
         timeout_seconds: float,
@@ -99,7 +98,7 @@ class ProcessGroups:
             device_id=device if device.type != "cpu" else None,
         )
         made = {}
-        for spec in group_specs(plan, blocks):
+        for spec in group_specs(plan):
             # On every rank, since torch numbers groups as it makes them and members meet by that number.
             # Those outside a group pass by: no rank waits for more than the group's other members.
             group = dist.new_group(list(spec.ranks), timeout=timeout, group_desc=spec.name)
@@ -118,19 +117,13 @@ class ProcessGroups:
         """The group for messages of one kind in a pipeline; None if it has a single stage."""
         return self._by_name.get(exchange_group_name(kind, pipeline))
 
-    def holders(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """The groups of gradient blocks' holders, by their ranks."""
+    def reductions(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The groups that this rank sums gradients over, by their ranks."""
         return {
             spec.ranks: group
             for spec, group in self._groups.items()
-            if spec.name == block_group_name(spec.ranks)
+            if spec.name == reduction_group_name(spec.ranks)
         }
-
-    def all_reduce(self, block: GradientBlock, data: torch.Tensor) -> dist.Work:
-        """Start to sum a gradient block's `data`, flat and contiguous, over its holders, in place."""
-        work = dist.all_reduce(data, group=self._by_name[block_group_name(block.holders)], async_op=True)
-        assert work is not None, f"this rank does not hold block {block.index}"
-        return work
 
     def abort(self) -> None:
         """After a failure: cut the connections, so that peers fail at once and not at their timeout.

@@ -59,12 +59,14 @@ class StageRunner:
         stage: int,
         micro_batches: int,
         loss_scale: float,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._exchange = exchange
         self._device = device
         self._micro_batches = micro_batches
         self._loss_scale = loss_scale
+        self._before_last_backward = before_last_backward
         self._steps: list[Step] = one_f_one_b(stages=stages, stage=stage, micro_batches=micro_batches)
         self._in_flight: dict[int, _InFlight] = {}
 
@@ -102,6 +104,8 @@ class StageRunner:
     def _backward(self, micro_batch: int, batch: Batch, result: StageResult) -> None:
         gradient = None if self._model.has_head else self._exchange.gradients.receive()
         in_flight = self._in_flight.pop(micro_batch)
+        if micro_batch == self._micro_batches - 1 and self._before_last_backward is not None:
+            self._before_last_backward()
         start = time.monotonic()
         with self._device.step("backward"):
             torch.autograd.backward(in_flight.edge, gradient)

@@ -39,8 +39,6 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield f"model.dropout = {plan.model.dropout} is not supported by the runtime; set it to 0"
     if plan.zero_stage != 0:
         yield f"zero_stage = {plan.zero_stage} is not supported by the runtime; set it to 0"
-    if plan.gradient_sync != "block":
-        yield f"gradient_sync = {plan.gradient_sync!r} is not supported by the runtime; use 'block'"
     yield from _dtype_problems(plan.dtypes)
     for index, pipeline in enumerate(plan.pipelines):
         for number, stage in enumerate(pipeline.stages):
@@ -51,7 +49,9 @@ def _problems(plan: Plan) -> Iterator[str]:
 def _dtype_problems(dtypes: Dtypes) -> Iterator[str]:
     if dtypes.param not in ("fp32", "bf16"):
         yield f"dtypes.param = {dtypes.param!r} is not supported by the runtime; use 'bf16' or 'fp32'"
-    for field in ("grad", "wire", "optimizer"):
+    if dtypes.wire not in ("fp32", "bf16"):
+        yield f"dtypes.wire = {dtypes.wire!r} is not supported by the runtime; use 'bf16' or 'fp32'"
+    for field in ("grad", "optimizer"):
         if (value := getattr(dtypes, field)) != "fp32":
             yield f"dtypes.{field} = {value!r} is not supported by the runtime; use 'fp32'"
 

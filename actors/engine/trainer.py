@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from actors.engine.batches import ReplicaBatches
 from actors.engine.data import Samples
 from actors.engine.device import Device, make_device
-from actors.engine.emulate import PacedBlocks, PacedMessages
+from actors.engine.emulate import PacedCalls, PacedMessages
 from actors.engine.errors import NonFiniteLoss
 from actors.engine.exchange import Exchange, MessageKind, MessageTransport
 from actors.engine.exchange import GroupTransport as GroupMessages
 from actors.engine.gradient_buffer import GradientBuffer
-from actors.engine.gradient_sync import BlockSync, BlockTransport
+from actors.engine.gradient_sync import CallTime, GradientSync
+from actors.engine.gradient_transport import CallTransport, make_transport
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.optimizer import Optimizer
 from actors.engine.process_groups import ProcessGroups
@@ -29,6 +31,7 @@ from actors.engine.tokens import TokenFile
 from actors.engine.weights import initial_parameter, save_weights, shard
 from actors.job import Training
 from planner.gradient_blocks import gradient_blocks, rank_blocks
+from planner.gradient_calls import GradientLayout, gradient_layout
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
 
@@ -40,12 +43,17 @@ MEASURED_ITERATIONS = 2
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What every rank of a job is told. `tokens` is the token file, at the same path on every host."""
+    """What every rank of a job is told. `tokens` is the token file, at the same path on every host.
+
+    `deterministic` refuses operations that may add in another order from run to run. On the host's processor
+    there are none: runs of one plan agree to the bit with or without it.
+    """
 
     plan: Plan
     training: Training
     tokens: Path
     timeout_seconds: float
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Gradients:
     compute_end_time: float
     sync_end_time: float
     steps: tuple[StepTime, ...]
+    calls: tuple[CallTime, ...]
 
 
 class Trainer:
@@ -99,10 +108,10 @@ class Trainer:
         self._place = self._plan.ranks[rank]
         self._iterations = 0
         self._device = make_device(self._plan, self._place)
-        blocks = gradient_blocks(self._plan)
+        if config.deterministic:
+            use_deterministic_algorithms(True)
         self._groups = ProcessGroups.open(
             plan=self._plan,
-            blocks=blocks,
             rank=rank,
             store=store,
             timeout_seconds=config.timeout_seconds,
@@ -111,18 +120,24 @@ class Trainer:
         try:
             self._model, self._handles = _build_model(config, self._place, self._device, self._groups)
             with self._device.measuring():
-                own = rank_blocks(blocks, rank)
-                self._buffer = GradientBuffer(handles=self._handles, blocks=own)
+                layout = gradient_layout(self._plan)
+                self._buffer = GradientBuffer(
+                    handles=self._handles,
+                    blocks=rank_blocks(gradient_blocks(self._plan), rank),
+                    sections=layout.sections_of(rank),
+                )
+                transport = _gradient_transport(self._plan, rank, layout, self._groups, self._device)
                 self._optimizer = Optimizer(
                     buffer=self._buffer,
                     settings=config.training.optimizer,
                     gradient_clip=config.training.gradient_clip,
                 )
-            self._sync = BlockSync(
+            self._sync = GradientSync(
                 buffer=self._buffer,
-                blocks=own,
+                layout=layout,
                 rank=rank,
-                transport=_block_transport(self._plan, self._groups),
+                transport=transport,
+                before_launch=self._device.passed,
             )
             self._batches = _batches(config, self._place, self._device)
             self._runner = self._make_runner()
@@ -188,7 +203,7 @@ class Trainer:
         self._device.synchronize()
         sync_end = time.monotonic()
         loss, norm = self._agree(iteration, result.losses)
-        return Gradients(loss, norm, compute_end, sync_end, tuple(result.times))
+        return Gradients(loss, norm, compute_end, sync_end, tuple(result.times), tuple(self._sync.times))
 
     def apply_gradients(self, iteration: int, norm: float) -> float:
         """Clip and update the parameters; returns the learning rate."""
@@ -205,8 +220,11 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process groups. Peers that still wait for this rank get an error."""
+        self._sync.close()
         self._buffer.close()
         self._groups.close()
+        if self._config.deterministic:
+            use_deterministic_algorithms(False)
 
     def _agree(self, iteration: int, losses: list[torch.Tensor]) -> tuple[float, float]:
         """Loss and gradient norm of the world, and whether they are finite: one collective for all.
@@ -249,7 +267,15 @@ class Trainer:
             micro_batches=pipeline.micro_batches,
             # Every token of the global batch counts: the text has no unlabelled ones.
             loss_scale=1.0 / (plan.global_batch_size * plan.sequence_length),
+            before_last_backward=self._sync.arm if plan.overlap else None,
         )
+
+
+def use_deterministic_algorithms(on: bool) -> None:
+    """From now on in this process, every operation is deterministic or raises; or as torch likes again."""
+    # cuBLAS reads this when it is first used; other values let it choose among streams' workspaces.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
 
 
 def _stage(plan: Plan, place: RankPlace) -> StagePlan:
@@ -302,20 +328,31 @@ def _message_transports(
     return found
 
 
-def _block_transport(plan: Plan, groups: ProcessGroups) -> BlockTransport:
-    return PacedBlocks(groups, groups=groups.holders(), plan=plan) if plan.cluster.emulated else groups
+def _gradient_transport(
+    plan: Plan, rank: int, layout: GradientLayout, groups: ProcessGroups, device: Device
+) -> CallTransport:
+    reductions = groups.reductions()
+    transport = make_transport(
+        plan, reductions, rank=rank, calls=layout.calls_of(rank), device=device.torch_device
+    )
+    return PacedCalls(transport, groups=reductions, plan=plan) if plan.cluster.emulated else transport
 
 
 def _events(
     place: RankPlace, gradients: Gradients, *, start: float, update: float, end: float
 ) -> list[Event]:
-    def event(kind: Kind, micro_batch: int | None, first: float, last: float) -> Event:
+    def event(
+        kind: Kind, micro_batch: int | None, first: float, last: float, block: int | None = None
+    ) -> Event:
         return Event(
-            place.device, place.pipeline, place.stage, kind, micro_batch, first - start, last - start
+            place.device, place.pipeline, place.stage, kind, micro_batch, first - start, last - start, block
         )
 
     return [
         *(event(step.kind, step.micro_batch, step.start, step.end) for step in gradients.steps),
-        event("gradient_sync", None, gradients.compute_end_time, gradients.sync_end_time),
+        *(
+            event("gradient_sync", None, time.span.start, time.span.end, time.call.block)
+            for time in gradients.calls
+        ),
         event("optimizer", None, update, end),
     ]

@@ -122,7 +122,7 @@ def write_tokens(folder: Path) -> Path:
 
 
 def training_of(plan: Plan, *, steps: int, gradient_clip: float | None = None) -> Training:
-    """Settings for a plan. The rate is low: larger ones amplify round-off chaotically (design 6.3)."""
+    """Settings for a plan. The rate is low: larger ones amplify round-off chaotically (law 1)."""
     return Training(
         global_batch_size=plan.global_batch_size,
         sequence_length=plan.sequence_length,

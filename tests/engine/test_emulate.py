@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from actors.engine import emulate, exchange
 from actors.engine.device import make_device
+from actors.engine.gradient_transport import GroupTransport
 from actors.engine.process_groups import ProcessGroups
 from actors.engine.trainer import IterationReport, TrainerConfig
 from planner.cluster import Cluster
 from planner.cost.gradient import block_seconds, optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
-from planner.gradient_blocks import gradient_blocks, rank_blocks
+from planner.gradient_calls import gradient_layout
 from planner.plan import Plan, PlanEmulation
 from tests.engine import reference
 from tests.engine.law_plans import FP32, MODEL
@@ -163,22 +164,23 @@ def _paced_blocks(rank: int, plan: Plan) -> tuple[float, float]:
     """When the last rank was ready, by the clock that the ranks share, and when this rank was done."""
     groups = ProcessGroups.open(
         plan=plan,
-        blocks=gradient_blocks(plan),
         rank=rank,
         store=leave_pool_groups(rank),
         timeout_seconds=30,
         device=torch.device("cpu"),
     )
-    blocks = [block for block in rank_blocks(gradient_blocks(plan), rank) if len(block.holders) > 1]
-    transport = emulate.PacedBlocks(groups, groups=groups.holders(), plan=plan)
+    calls = gradient_layout(plan).calls_of(rank)
+    reductions = groups.reductions()
+    transport = emulate.PacedCalls(GroupTransport(reductions), groups=reductions, plan=plan)
     dist.barrier()
     if rank == 1:
         time.sleep(LATE_SECONDS)
     ready = torch.tensor([time.monotonic()], dtype=torch.float64)
-    data = [torch.full((block.numel,), float(rank + 1)) for block in blocks]
-    for work in [transport.all_reduce(block, part) for block, part in zip(blocks, data, strict=True)]:
+    data = [torch.full((call.numel,), float(rank + 1)) for call in calls]
+    for work in [transport.all_reduce(call, part) for call, part in zip(calls, data, strict=True)]:
         work.wait()
     done = time.monotonic()
+    transport.close()
     assert all(bool((part == 3.0).all()) for part in data)
     dist.all_reduce(ready, dist.ReduceOp.MAX)
     return float(ready), done
@@ -186,7 +188,7 @@ def _paced_blocks(rank: int, plan: Plan) -> tuple[float, float]:
 
 def test_blocks_take_their_planned_time_from_when_the_last_holder_is_ready(rank_pool: RankPool) -> None:
     plan = emulated_plan([(1, 1, 4)], [(1, 1, 4)], time_scale=500.0)
-    seconds = 500.0 * sum(block_seconds(plan, block) for block in gradient_blocks(plan))
+    seconds = 500.0 * sum(block_seconds(plan, call) for call in gradient_layout(plan).calls)
     assert seconds > 0.02
     for ready, done in rank_pool.run(_paced_blocks, plan, world_size=2):
         assert done - ready >= seconds

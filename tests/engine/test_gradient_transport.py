@@ -1,7 +1,8 @@
-"""What carries gradients: shards of sections, the thread that runs steps, ranks that die or hang on the way."""
+"""What carries gradients: shards of sections, the thread that runs steps, ranks that fail on the way."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from tests.plans import make_model, make_plan
 
 CPU = torch.device("cpu")
 SMALL = make_model(hidden_size=24)
-HOLDERS = ((0,), (1, 2), (0, 1, 2), (0, 2, 3))
+HOLDERS: tuple[tuple[int, ...], ...] = ((0,), (1, 2), (0, 1, 2), (0, 2, 3))
 
 
 def _sections() -> list[Section]:
@@ -70,10 +71,11 @@ def test_sections_are_reduced_to_shards_and_gathered(rank_pool: RankPool, wire: 
         total = sum(mine.double() for mine, _, _ in held)
         assert isinstance(total, torch.Tensor)
         exact = wire == torch.float32 or len(held) == 1
-        tolerance = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 0.01, "atol": 0.05}
+        relative, absolute = (1e-6, 1e-6) if exact else (0.01, 0.05)
         for rank, (_, shard, whole) in zip(section.holders, held, strict=True):
-            torch.testing.assert_close(shard.double(), total[slice(*section.shard(rank))], **tolerance)
-            torch.testing.assert_close(whole.double(), total, **tolerance)
+            own = total[slice(*section.shard(rank))]
+            torch.testing.assert_close(shard.double(), own, rtol=relative, atol=absolute)
+            torch.testing.assert_close(whole.double(), total, rtol=relative, atol=absolute)
             assert torch.equal(whole, held[0][2]), "holders gathered unlike bits"
 
 
@@ -83,7 +85,7 @@ def test_the_courier_works_in_order_and_fails_for_good() -> None:
     def broken() -> None:
         raise ConnectionError("peer gone")
 
-    works = [courier.start(lambda number=number: done.append(number)) for number in range(20)]
+    works = [courier.start(functools.partial(done.append, number)) for number in range(20)]
     for work in works:
         work.wait()
     assert done == list(range(20))

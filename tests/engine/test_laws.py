@@ -1,4 +1,4 @@
-"""The laws of design 6.3 on real gloo ranks: any plan trains as one process does on the same samples.
+"""The laws of docs/architecture.md on real gloo ranks: any plan trains as one process does.
 
 `train_plan` itself asserts that every holder of a parameter element, over TP ranks, replicas, pipelines and
 both ends of a tied embedding, ends with the same bits (laws 4 and 6). The norm of unlike meshes (law 5) is

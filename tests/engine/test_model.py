@@ -11,7 +11,6 @@ from actors.engine.model.layer import GPT3_FLOW, Layer
 from actors.engine.model.loss import NOT_COUNTED, vocabulary_parallel_cross_entropy_sum
 from actors.engine.model.stage import build_stage
 from actors.engine.process_groups import ProcessGroups
-from planner.gradient_blocks import gradient_blocks
 from planner.operators import GPT3_OPERATORS
 from planner.parameters import stage_parameters
 from planner.plan import Plan
@@ -40,7 +39,7 @@ def _names_and_shapes(rank: int, plan: Plan) -> None:
     store = leave_pool_groups(rank)
     cpu = torch.device("cpu")
     groups = ProcessGroups.open(
-        plan=plan, blocks=gradient_blocks(plan), rank=rank, store=store, timeout_seconds=30, device=cpu
+        plan=plan, rank=rank, store=store, timeout_seconds=30, device=cpu
     )
     place = plan.ranks[rank]
     stage = plan.pipelines[place.pipeline].stages[place.stage]

@@ -17,10 +17,10 @@ from tests.engine.rank_training import leave_pool_groups
 @settings(max_examples=40, deadline=None)
 @given(plan=drawn_plans())
 def test_every_need_of_a_plan_has_one_group(plan: Plan) -> None:
-    specs = group_specs(plan, gradient_blocks(plan))
+    specs = group_specs(plan)
     assert len({spec.name for spec in specs}) == len(specs)
     assert all(len(spec.ranks) > 1 and list(spec.ranks) == sorted(set(spec.ranks)) for spec in specs)
-    holders = [spec.ranks for spec in specs if spec.name.startswith("holders")]
+    holders = [spec.ranks for spec in specs if spec.name.startswith("reduction")]
     needed = {block.holders for block in gradient_blocks(plan) if len(block.holders) > 1}
     assert sorted(holders) == sorted(needed)
     tensor_parallel = [spec for spec in specs if spec.name.startswith("tp")]
@@ -34,14 +34,13 @@ def _sums(rank: int, plan: Plan) -> dict[tuple[int, ...], float]:
     store = leave_pool_groups(rank)
     groups = ProcessGroups.open(
         plan=plan,
-        blocks=gradient_blocks(plan),
         rank=rank,
         store=store,
         timeout_seconds=30,
         device=torch.device("cpu"),
     )
     sums = {}
-    for ranks, group in groups.holders().items():
+    for ranks, group in groups.reductions().items():
         value = torch.tensor([float(2**rank)])
         dist.all_reduce(value, group=group)
         sums[ranks] = float(value)

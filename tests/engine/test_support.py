@@ -36,14 +36,14 @@ REFUSED = {
         [(1, 1, 4)], model=DROPOUT
     ),
     "zero_stage = 2 is not supported by the runtime; set it to 0": lambda: plan_of([(1, 1, 4)], zero_stage=2),
-    "gradient_sync = 'tensor' is not supported by the runtime; use 'block'": lambda: plan_of(
-        [(1, 1, 4)], gradient_sync="tensor"
-    ),
     "dtypes.param = 'fp16' is not supported by the runtime; use 'bf16' or 'fp32'": lambda: plan_of(
         [(1, 1, 4)], dtypes={"param": "fp16"}
     ),
-    "dtypes.wire = 'bf16' is not supported by the runtime; use 'fp32'": lambda: plan_of(
-        [(1, 1, 4)], dtypes={"param": "bf16", "wire": "bf16"}
+    "dtypes.wire = 'fp16' is not supported by the runtime; use 'bf16' or 'fp32'": lambda: plan_of(
+        [(1, 1, 4)], dtypes={"param": "bf16", "wire": "fp16"}
+    ),
+    "dtypes.grad = 'bf16' is not supported by the runtime; use 'fp32'": lambda: plan_of(
+        [(1, 1, 4)], dtypes={"param": "bf16", "grad": "bf16"}
     ),
     "pipelines[0].stages[1].recompute names 'softmax'": lambda: _stage_changed(recompute={"softmax": 1}),
     "pipelines[0].stages[1].sequence_parallel = true": lambda: _stage_changed(sequence_parallel=True),

@@ -120,14 +120,29 @@ def test_the_tied_embedding_joins_first_and_last_stages_and_comes_last() -> None
     assert (last.kind, last.holders, last.weights) == ("tied", (0, 1, 2), (1.0, 1.0, 1.0))
 
 
-def test_launch_order_follows_the_backward_pass() -> None:
-    blocks = gradient_blocks(make_plan(make_model(), [[(1, 1, 1), (1, 1, 3)], [(1, 1, 3), (1, 1, 1)]]))
+def _lowest_layers(blocks: tuple[GradientBlock, ...]) -> list[int]:
+    """The lowest layer of each block that holds any."""
     names = [[atom.parameter for atom in block.atoms] for block in blocks]
-    lowest = [
-        min(int(name.split(".")[1]) for name in part if name.startswith("layers.")) for part in names[:-1]
+    return [
+        min(int(name.split(".")[1]) for name in part if name.startswith("layers."))
+        for part in names
+        if any(name.startswith("layers.") for name in part)
     ]
-    assert lowest == [3, 1, 0]
-    assert names[-1] == ["embedding.tokens.weight"]
+
+
+def test_of_blocks_that_can_start_together_the_busiest_holders_goes_first() -> None:
+    for lower, upper, expected in ((1, 3, [1, 0]), (3, 1, [0, 3])):
+        stages = [(1, 1, lower), (1, 1, upper)]
+        blocks = gradient_blocks(make_plan(make_model(), [stages, stages]))
+        assert _lowest_layers(blocks) == expected
+        assert [atom.parameter for atom in blocks[-1].atoms] == ["embedding.tokens.weight"]
+
+
+def test_a_block_between_misaligned_stages_does_not_make_the_others_queue() -> None:
+    """Layers 1 and 2 share a holder with each end: launched first, the ends run side by side after it."""
+    blocks = gradient_blocks(make_plan(make_model(), [[(1, 1, 1), (1, 1, 3)], [(1, 1, 3), (1, 1, 1)]]))
+    assert _lowest_layers(blocks) == [1, 0, 3]
+    assert blocks[-1].kind == "tied"
 
 
 def test_pieces_of_one_region_stay_together_before_fusion() -> None:
@@ -268,3 +283,16 @@ def test_a_block_sums_each_contribution_once(plan: Plan) -> None:
 def test_no_two_blocks_could_be_one(plan: Plan) -> None:
     blocks = gradient_blocks(plan)
     assert len({(block.kind, block.holders) for block in blocks}) == len(blocks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_launch_order_starts_each_block_as_early_as_any(plan: Plan) -> None:
+    """With all ranks ready at once, no block could have started before one launched ahead of it."""
+    blocks = [block for block in gradient_blocks(plan) if block.kind != "tied"]
+    free: dict[int, float] = dict.fromkeys(range(plan.world_size), 0.0)
+    for index, block in enumerate(blocks):
+        start = max(free[rank] for rank in block.holders)
+        assert all(max(free[rank] for rank in later.holders) >= start for later in blocks[index:])
+        for rank in block.holders:
+            free[rank] = start + block.numel * (1 - 1 / len(block.holders))

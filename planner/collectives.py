@@ -1,0 +1,111 @@
+"""How a group that spans fast and slow links reduces: at once, or inside its nodes first.
+
+The runtime does what this module chooses and the cost model prices what it chooses, from the same call.
+Links are those of single devices, as everywhere in the cost model: the devices of a node can all talk to
+other nodes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.cluster import Device, Link, Links
+from planner.cost.links import all_reduce_seconds, slowest_link
+
+Algorithm = Literal["flat", "slices", "leader"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the members of a group reduce a message. `nodes` are positions in the group, node by node.
+
+    * `flat`: one ring all-reduce over all members.
+    * `slices`: every node reduces and scatters, the members that hold one slice all-reduce it between the
+      nodes, every node gathers. Each node has equally many members.
+    * `leader`: every node reduces to its first member, these all-reduce, every node broadcasts.
+    """
+
+    algorithm: Algorithm
+    nodes: tuple[tuple[int, ...], ...]
+    seconds: float
+
+    @property
+    def across(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of positions that reduce between nodes: one a slice, or that of the leaders."""
+        if self.algorithm == "leader":
+            return (tuple(node[0] for node in self.nodes),)
+        return tuple(zip(*self.nodes, strict=True)) if self.algorithm == "slices" else ()
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of every group of more than one member that the steps use, beside the whole one."""
+        if self.algorithm == "flat":
+            return ()
+        return tuple(group for group in (*self.nodes, *self.across) if len(group) > 1)
+
+
+def choose_reduction(links: Links, members: Sequence[Device], *, numel: int, element_bytes: int) -> Reduction:
+    """The fastest way for `members` to sum so many elements by their links; `flat` where others gain nothing.
+
+    Slices are equal, so a message that a node's members do not divide is not cut into them.
+    """
+    nodes, message_bytes = _by_node(members), numel * element_bytes
+    best = Reduction("flat", nodes, flat_seconds(links, members, message_bytes=message_bytes))
+    if len(nodes) < 2 or len(nodes) == len(members):
+        return best
+    options = [Reduction("leader", nodes, _leader_seconds(links, members, nodes, message_bytes))]
+    if len({len(node) for node in nodes}) == 1 and numel % len(nodes[0]) == 0:
+        options.append(Reduction("slices", nodes, _slices_seconds(links, members, nodes, message_bytes)))
+    return min([best, *options], key=lambda option: option.seconds)
+
+
+def flat_seconds(links: Links, members: Sequence[Device], *, message_bytes: float) -> float:
+    """One ring over all members, paced by the slowest link between any two."""
+    if len(members) < 2:
+        return 0.0
+    link = _slowest(links, members, message_bytes / len(members))
+    return all_reduce_seconds(link, members=len(members), message_bytes=message_bytes)
+
+
+def _by_node(members: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
+    positions: dict[str, list[int]] = {}
+    for position, device in enumerate(members):
+        positions.setdefault(device.node, []).append(position)
+    return tuple(map(tuple, positions.values()))
+
+
+def _slices_seconds(
+    links: Links, members: Sequence[Device], nodes: Sequence[Sequence[int]], message_bytes: float
+) -> float:
+    size = len(nodes[0])
+    # Reduce-scatter and all-gather of a node are the two halves of its ring all-reduce.
+    inside = max(
+        flat_seconds(links, [members[i] for i in node], message_bytes=message_bytes) for node in nodes
+    )
+    between = max(
+        flat_seconds(links, [members[i] for i in group], message_bytes=message_bytes / size)
+        for group in zip(*nodes, strict=True)
+    )
+    return inside + between
+
+
+def _leader_seconds(
+    links: Links, members: Sequence[Device], nodes: Sequence[Sequence[int]], message_bytes: float
+) -> float:
+    inside = 0.0
+    for node in nodes:
+        if len(node) > 1:
+            link = _slowest(links, [members[i] for i in node], message_bytes)
+            # Reduce and broadcast pass the message along the node's members in a pipeline.
+            once = (len(node) - 1) * link.latency + message_bytes / link.bandwidth
+            inside = max(inside, 2 * once)
+    leaders = [members[node[0]] for node in nodes]
+    return inside + flat_seconds(links, leaders, message_bytes=message_bytes)
+
+
+def _slowest(links: Links, members: Sequence[Device], message_bytes: float) -> Link:
+    return slowest_link(
+        links, ((device.node, device.type) for device in members), message_bytes=message_bytes
+    )

@@ -1,0 +1,198 @@
+"""A plan as people read it: the rows of a table in the manner of the paper's Table 3, and its balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.plan import PipelinePlan, Plan, PredictedPipeline, PredictedStage, StagePlan
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """Neighbouring stages that are configured alike; seconds are the slowest's, bytes the fullest's."""
+
+    stages: str
+    devices: str
+    tp_dp: str
+    rows: str
+    layers: str
+    recompute: str
+    forward_seconds: float
+    backward_seconds: float
+    end_seconds: float
+    memory_bytes: int
+    memory_limit_bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineRows:
+    """Pipelines that are configured alike; `end_seconds` is when they end their last backward."""
+
+    ids: tuple[int, ...]
+    micro_batch_size: int
+    samples: int
+    local_batch_size: int
+    end_seconds: float
+    samples_per_second: float
+    stages: tuple[StageRow, ...]
+
+    @property
+    def name(self) -> str:
+        """`Pipe-0`, or `Pipe-0 to 3` for several."""
+        return f"Pipe-{self.ids[0]}" + (f" to {self.ids[-1]}" if len(self.ids) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly the work is spread. Shares are of the latest end or of the slowest stage."""
+
+    pipeline_spread: float
+    """How much earlier the first pipeline ends its backward than the last, as a share of the last's time."""
+    stage_spread: float
+    """The largest such share between the stages of one pipeline, by seconds a micro-batch."""
+    sync_seconds: float
+    """From the latest end of a backward to the end of the last gradient block."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything the table shows."""
+
+    pipelines: tuple[PipelineRows, ...]
+    balance: Balance
+    idle_devices: tuple[str, ...]
+
+
+def describe(plan: Plan) -> Description:
+    """The plan's table; it must be priced."""
+    assert plan.predicted is not None, "only a priced plan can be described"
+    priced = list(zip(plan.pipelines, plan.predicted.pipelines, strict=True))
+    return Description(
+        pipelines=tuple(_merged([_pipeline_rows(plan, *pair) for pair in priced])),
+        balance=_balance(plan, plan.predicted.pipelines),
+        idle_devices=plan.idle_devices,
+    )
+
+
+def compute_end_seconds(pipeline: PredictedPipeline) -> float:
+    """When a pipeline ends its last backward: what data balance makes equal."""
+    return max(stage.end_seconds - stage.all_reduce_seconds for stage in pipeline.stages)
+
+
+def device_names(plan: Plan, stage: StagePlan) -> str:
+    """`910B2 x 4`, or `A100 x 2 + RTX3090 x 2`."""
+    counts = Counter(plan.cluster.device_by_id[device].type for device in stage.devices)
+    return " + ".join(f"{name} x {count}" for name, count in counts.items())
+
+
+def search_words(plan: Plan) -> str:
+    """What the search did, in one line; empty if the plan was not searched for."""
+    search = plan.search
+    if not search or "stages_seen" not in search:
+        return ""
+    return (
+        f"{search['seconds']:.2f} s: {search['device_groups']} device groups,"
+        f" {search['device_groups_priced']} priced in full;"
+        f" {search['pipelines_searched']} pipelines searched, {search['pipeline_cache_hits']} from the cache;"
+        f" {search['stages_seen']} stages seen,"
+        f" {search['branches_cut']} branches cut"
+    )
+
+
+def coarse_words(plan: Plan) -> str:
+    """A warning that the plan is coarse, and why; empty if it is not."""
+    search = plan.search
+    if not search or not search.get("coarse"):
+        return ""
+    steps = " and ".join(f"{step} x {type_}" for type_, step in search["steps"].items())
+    slices = search["slices"]
+    parts = f", in {slices} slices planned apart" if slices > 1 else ""
+    return f"COARSE: the cluster is too large to enumerate device by device; handed out by {steps}{parts}"
+
+
+def _pipeline_rows(plan: Plan, pipeline: PipelinePlan, predicted: PredictedPipeline) -> PipelineRows:
+    end = compute_end_seconds(predicted)
+    return PipelineRows(
+        ids=(pipeline.id,),
+        micro_batch_size=pipeline.micro_batch_size,
+        samples=pipeline.samples,
+        local_batch_size=pipeline.local_batch_size,
+        end_seconds=end,
+        samples_per_second=pipeline.samples / end,
+        stages=tuple(_stage_rows(plan, pipeline, predicted)),
+    )
+
+
+def _stage_rows(plan: Plan, pipeline: PipelinePlan, predicted: PredictedPipeline) -> Iterator[StageRow]:
+    numbers = range(len(pipeline.stages))
+    looks = [_look(plan, stage) for stage in pipeline.stages]
+    start = 0
+    for number in numbers:
+        if number + 1 < len(looks) and looks[number + 1] == looks[start]:
+            continue
+        group = predicted.stages[start : number + 1]
+        yield _stage_row(list(numbers[start : number + 1]), looks[start], group)
+        start = number + 1
+
+
+def _look(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
+    rows = str(stage.rows[0]) if len(set(stage.rows)) == 1 else ",".join(map(str, stage.rows))
+    recompute = ", ".join(f"{count} {operator}" for operator, count in stage.recompute.items() if count)
+    return (
+        device_names(plan, stage),
+        f"{stage.tp}/{stage.dp}",
+        rows,
+        str(stage.layer_count),
+        recompute or "none",
+    )
+
+
+def _stage_row(
+    numbers: list[int], look: tuple[str, str, str, str, str], group: Sequence[PredictedStage]
+) -> StageRow:
+    slowest = max(group, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
+    fullest = max(group, key=lambda stage: stage.device_bytes - stage.memory_limit_bytes)
+    return StageRow(
+        ",".join(map(str, numbers)),
+        *look,
+        forward_seconds=slowest.forward_seconds,
+        backward_seconds=slowest.backward_seconds,
+        end_seconds=max(stage.end_seconds for stage in group),
+        memory_bytes=fullest.device_bytes,
+        memory_limit_bytes=fullest.memory_limit_bytes,
+    )
+
+
+def _merged(pipelines: Sequence[PipelineRows]) -> Iterator[PipelineRows]:
+    """Pipelines that differ by their number alone, as one."""
+    groups: dict[tuple[object, ...], list[PipelineRows]] = {}
+    for rows in pipelines:
+        looks = tuple((s.devices, s.tp_dp, s.rows, s.layers, s.recompute, s.stages) for s in rows.stages)
+        groups.setdefault((rows.micro_batch_size, rows.samples, looks), []).append(rows)
+    for alike in groups.values():
+        first = alike[0]
+        yield PipelineRows(
+            ids=tuple(rows.ids[0] for rows in alike),
+            micro_batch_size=first.micro_batch_size,
+            samples=first.samples,
+            local_batch_size=first.local_batch_size,
+            end_seconds=max(rows.end_seconds for rows in alike),
+            samples_per_second=first.samples_per_second,
+            stages=first.stages,
+        )
+
+
+def _balance(plan: Plan, predicted: Sequence[PredictedPipeline]) -> Balance:
+    assert plan.predicted is not None
+    ends = [compute_end_seconds(pipeline) for pipeline in predicted]
+    spreads = []
+    for pipeline in predicted:
+        seconds = [stage.forward_seconds + stage.backward_seconds for stage in pipeline.stages]
+        spreads.append(1 - min(seconds) / max(seconds))
+    return Balance(
+        pipeline_spread=1 - min(ends) / max(ends),
+        stage_spread=max(spreads),
+        sync_seconds=plan.predicted.iteration_seconds - plan.predicted.optimizer_seconds - max(ends),
+    )

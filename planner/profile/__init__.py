@@ -1,0 +1,1 @@
+"""Operator times: what the cost model reads, whatever they come from."""
