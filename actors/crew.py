@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from actors.coordinator import CoordinatorActor, RankProcess
 from actors.failure import FailureKind, RankFailure, TrainingFailed, rank_failure, root_cause
@@ -119,10 +121,19 @@ class Crew:
 
     def end(self) -> None:
         """End every process of the job and give the devices back, whatever state they are in."""
-        release(self._groups)
-        ray.kill(self._coordinator)
+        # On a thread: a Ray that is ending itself, as an embedded one does when SIGTERM goes to the whole
+        # process group, holds these calls for a minute and then aborts this process.
+        giving_back = threading.Thread(target=self._give_back, daemon=True)
+        giving_back.start()
+        giving_back.join(_CONTROL_SECONDS)
         host = ray.util.get_node_ip_address()
         end_processes(self._processes, host=host, patience_seconds=_EXIT_SECONDS)
+
+    def _give_back(self) -> None:
+        # What a Ray that has ended had set aside has ended with it.
+        with contextlib.suppress(RayError):
+            release(self._groups)
+            ray.kill(self._coordinator)
 
     def _everywhere(self, call: Callable[[ActorHandle], Any]) -> dict[Any, int]:
         return {call(pipeline): index for index, pipeline in enumerate(self._pipelines)}

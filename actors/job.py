@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
-from planner.plan import GradientSync, Plan, Precision, read_plan
+from planner.plan import MAX_GLOBAL_BATCH_SIZE, GradientSync, Plan, Precision, read_plan
 from planner.units import Seconds
 
 PYTHON_STDLIB = "python-stdlib"
@@ -63,7 +63,7 @@ class LearningRate(Contract):
 
 
 class Training(Contract):
-    global_batch_size: int = Field(ge=1, description="samples an iteration")
+    global_batch_size: int = Field(ge=1, le=MAX_GLOBAL_BATCH_SIZE, description="samples an iteration")
     sequence_length: int = Field(ge=1, description="tokens a sample")
     steps: int = Field(ge=1, description="iterations")
     seed: int = Field(default=0, ge=0)
@@ -115,11 +115,13 @@ class Emulation(Contract):
     memory_scale: float = Field(default=1.0, gt=0)
     links: Links | None = None
 
-    @field_validator("time_scale")
+    @field_validator("time_scale", mode="before")
     @classmethod
     def _positive(cls, value: Any) -> Any:
-        if value != "auto" and value <= 0:
-            raise ValueError(f"time_scale = {value} must be above 0, or auto")
+        # Before the types are checked: a union would answer with a line for each of them.
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value != "auto" and not (number and 0 < value < math.inf):
+            raise ValueError(f"time_scale = {value!r} must be a number above 0, or auto")
         return value
 
 
@@ -201,11 +203,21 @@ def parse_job(data: object, *, base: Path, source: str = "job") -> Job:
         filled["model"] = resolve_model(filled["model"], base=base)
     if filled.get("cluster", "auto") != "auto":
         filled["cluster"] = resolve_cluster(filled["cluster"], base=base)
-    if isinstance(plan := filled.get("plan", "auto"), str) and plan != "auto":
-        filled["plan"] = read_plan(base / plan)
+    if filled.get("plan", "auto") != "auto":
+        filled["plan"] = _resolve_plan(filled["plan"], base=base)
     job = parse(Job, filled, source=source)
     job._base = base
     return job
+
+
+def _resolve_plan(value: object, *, base: Path) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, Mapping):
+        return parse(Plan, value, source="plan")
+    if not isinstance(value, str):
+        raise UserError(f"plan = {value!r}: write auto, a file or a mapping")
+    return read_plan(base / value)
 
 
 def read_job(path: Path) -> Job:

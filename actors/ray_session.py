@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def _start_embedded() -> None:
 
 
 def _connect(address: str) -> None:
+    _probe(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
@@ -70,6 +72,19 @@ def _connect(address: str) -> None:
         told = " ".join(str(error).split())
         raise UserError(
             f"--address {address} cannot be reached: {told}; start Ray there or leave it out"
+        ) from None
+
+
+def _probe(address: str) -> None:
+    """Refuse at once a HEAD:PORT where nobody listens: Ray's own try takes minutes to find that out."""
+    host, separator, port = address.rpartition(":")
+    if "://" in address or not separator or not port.isdecimal() or int(port) > 65535:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise UserError(
+            f"--address {address} cannot be reached: {error.strerror or error}; start Ray there or leave it out"
         ) from None
 
 

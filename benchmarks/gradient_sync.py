@@ -1,15 +1,15 @@
 """Block-, tensor- and device-wise synchronisation of gradients (paper 4.3), on real gloo ranks of this host.
 
-1. Schemes: 4, 8 and 12 ranks, four depths, two pairs of unlike pipelines each, three seeds that draw the stage
-   splits. Per cell the three schemes take turns, so that each ratio is of two runs next to each other; medians.
-   Bytes are what the kernel's TCP counters saw, beside the least that any scheme can do with: to sum the copies
-   of an element over its holders, g of which hold unlike addends, takes g - 1 + h - 1 transfers.
+1. Schemes: 4, 8 and 12 ranks, four depths, two pairs of unlike pipelines each, three seeds that draw the
+   stage splits. Per cell the three schemes take turns, so that each ratio is of two runs next to each other;
+   medians. Bytes are what the kernel's TCP counters saw, beside the least that any scheme can do with: to sum
+   the copies of an element over its h holders, g of which hold unlike addends, takes g - 1 + h - 1 transfers.
 2. Overlap: emulated ranks, whose backward leaves the host free, train with and without overlap; the share
    of synchronisation that is hidden behind backward, from the trace of the second iteration.
 3. Overlap on real processors: iteration time with overlap over that without, in turns.
 
-Ranks share the host's cores: what a scheme costs is bytes moved, elements added and turns taken. One JSON line
-last.
+Ranks share the host's cores: what a scheme costs is bytes moved, elements added and turns taken. One JSON
+line last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from planner.plan import PipelinePlan, Plan, PlanEmulation, StagePlan
 
 SCHEMES = ("block", "tensor", "device")
 TARGETS = {"tensor": 2.0, "device": 3.0}
-DEPTHS = (4, 8, 16, 24)
+DEPTHS = (4, 8, 12, 16)
 OVERLAP_DEPTHS = (4, 8, 12, 16)
 SEEDS = (0, 1, 2)
 
@@ -54,18 +54,18 @@ FAMILIES: dict[int, dict[str, Degrees]] = {
     },
     8: {
         "tp4 | tp2, dp2": (((4, 1),), ((2, 1), (1, 2))),
-        "tp4, tp2 | tp1, tp1": (((4, 1), (2, 1)), ((1, 1), (1, 1))),
+        "tp4 | tp1 x 4": (((4, 1),), ((1, 1),) * 4),
     },
     12: {
         "tp4, tp4 | tp2, dp2": (((4, 1), (4, 1)), ((2, 1), (1, 2))),
-        "tp6 | tp4, tp2": (((6, 1),), ((4, 1), (2, 1))),
+        "tp8 | tp2, dp2": (((8, 1),), ((2, 1), (1, 2))),
     },
 }
 
 
 def model_of(depth: int, hidden: int, *, sequence: int) -> ModelSpec:
     return ModelSpec(
-        name="bench", layers=depth, hidden_size=hidden, heads=12, vocab_size=257, max_sequence_length=sequence
+        name="bench", layers=depth, hidden_size=hidden, heads=24, vocab_size=257, max_sequence_length=sequence
     )
 
 
@@ -143,7 +143,7 @@ def minimum_calls(plan: Plan, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """Ranks, family and depth, over all seeds. Ratios are medians of paired runs, the slowest rank's times."""
+    """Ranks, family and depth, over all seeds. Ratios are medians of paired runs of the slowest ranks."""
 
     ranks: int
     family: str
@@ -236,9 +236,10 @@ def summarise(
 
 
 def show_schemes(cells: list[Cell]) -> None:
+    """b/t/d are block-, tensor- and device-wise; a star marks a ratio that misses its target."""
     print(
-        "ranks family               depth |   seconds block/tensor/device | tensor/block device/block |"
-        " bytes over minimum b/t/d | MB sent b/t/d | calls b/t/d (min) | median call KB b/t/d | extra MB b/t/d"
+        "ranks family               depth |       seconds b/t/d |  t/b    d/b   | bytes over minimum |"
+        " MB sent b/t/d | calls b/t/d (min) | median call KB | extra MB b/t/d"
     )
     for cell in cells:
         times, over, sent, calls, sizes, extra = (
@@ -252,11 +253,13 @@ def show_schemes(cells: list[Cell]) -> None:
                 (cell.extra_megabytes, ".1f"),
             )
         )
-        marks = {scheme: " " if cell.ratios[scheme] >= target else "*" for scheme, target in TARGETS.items()}
+        ratios = " ".join(
+            f"{cell.ratios[scheme]:5.2f}{' ' if cell.ratios[scheme] >= target else '*'}"
+            for scheme, target in TARGETS.items()
+        )
         print(
-            f"{cell.ranks:5d} {cell.family:20s} {cell.depth:5d} | {times:>29s} |"
-            f" {cell.ratios['tensor']:11.2f}{marks['tensor']} {cell.ratios['device']:11.2f}{marks['device']} |"
-            f" {over:>24s} | {sent} | {calls} ({cell.minimum_calls}) | {sizes} | {extra}"
+            f"{cell.ranks:5d} {cell.family:20s} {cell.depth:5d} | {times:>19s} | {ratios} | {over:>18s} |"
+            f" {sent:>13s} | {calls:>12s} ({cell.minimum_calls:2d}) | {sizes:>14s} | {extra}"
         )
 
 
@@ -265,7 +268,7 @@ def show_schemes(cells: list[Cell]) -> None:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Shares of the time that collectives take on all ranks, and seconds that remain after the last backward."""
+    """Shares of the time that collectives take on all ranks; seconds that remain after the last backward."""
 
     ranks: int
     depth: int
@@ -278,8 +281,9 @@ class Overlap:
 
 
 def emulated_plan(depth: int, ranks: int, seed: int, wall_backward: float) -> Plan:
-    """Half the devices are 910B2, half 910B4. Time runs so slow that the longest backward takes `wall_backward`;
-    links so slow that a rank's gradients take on average as long as its backward of one micro-batch."""
+    """Half the devices are 910B2, half 910B4. Time runs so slow that the longest backward takes
+    `wall_backward`, links so slow that a rank's gradients take on average as long as its backward of one
+    micro-batch."""
     half = ranks // 2
     nodes = [
         {"name": "a", "devices": [{"type": "910B2", "count": half}], "emulate": True},
@@ -293,20 +297,27 @@ def emulated_plan(depth: int, ranks: int, seed: int, wall_backward: float) -> Pl
         random.Random(1000 * depth + seed),
         samples=4,
     )
-    backward = [
-        replica_seconds(plan, pipeline=p.pipeline, stage=p.stage, replica=p.replica).backward
-        for p in plan.ranks
-    ]
-    links = {"bandwidth": 1e9, "latency": 0.0}
-    plan = _with_links(plan, links)
-    factor = statistics.mean(backward) / statistics.mean(_rank_sync_seconds(plan))
-    plan = _with_links(plan, links | {"bandwidth": 1e9 / factor})
+    plan = _with_link(plan, 1e9)
+    backward = _rank_backward_seconds(plan)
+    slower = statistics.mean(backward) / statistics.mean(_rank_sync_seconds(plan))
+    plan = _with_link(plan, 1e9 / slower)
     return changed(plan, emulation=PlanEmulation(time_scale=wall_backward / max(backward)).model_dump())
 
 
-def _with_links(plan: Plan, link: dict[str, float]) -> Plan:
-    cluster = plan.cluster.model_dump() | {"links": {"intra_node": link, "inter_node": link}}
-    return changed(plan, cluster=cluster)
+def _with_link(plan: Plan, bandwidth: float) -> Plan:
+    """Between nodes. Inside, where tensor parallelism stays, messages take no time."""
+    links = {
+        "intra_node": {"bandwidth": 1e15, "latency": 0.0},
+        "inter_node": {"bandwidth": bandwidth, "latency": 0.0},
+    }
+    return changed(plan, cluster=plan.cluster.model_dump() | {"links": links})
+
+
+def _rank_backward_seconds(plan: Plan) -> list[float]:
+    return [
+        replica_seconds(plan, pipeline=p.pipeline, stage=p.stage, replica=p.replica).backward
+        for p in plan.ranks
+    ]
 
 
 def _rank_sync_seconds(plan: Plan) -> list[float]:
@@ -323,10 +334,7 @@ def measure_overlap(ranks: int, depths: Sequence[int], tokens: Path, wall_backwa
     found = []
     for index, (depth, plan) in enumerate(cases):
         without, overlapped = ([rank[2 * index + on][0] for rank in by_rank] for on in (0, 1))
-        ratio = statistics.mean(_rank_sync_seconds(plan)) / statistics.mean(
-            replica_seconds(plan, pipeline=p.pipeline, stage=p.stage, replica=p.replica).backward
-            for p in plan.ranks
-        )
+        ratio = statistics.mean(_rank_sync_seconds(plan)) / statistics.mean(_rank_backward_seconds(plan))
         found.append(
             Overlap(
                 ranks=ranks,
@@ -439,14 +447,12 @@ def _tokens(folder: Path) -> Path:
 
 
 def show_overlap(overlaps: list[Overlap]) -> None:
-    print(
-        "ranks depth | sync/backward | hidden without, with overlap | exposed ms without, with | late steps"
-    )
+    print("ranks depth | sync/backward | hidden without, with | exposed ms without, with | late steps")
     for one in overlaps:
         print(
             f"{one.ranks:5d} {one.depth:5d} | {one.sync_over_backward:13.2f} |"
-            f" {one.hidden_without:14.2f} {one.hidden:13.2f} |"
-            f" {1e3 * one.exposed_without_seconds:12.0f} {1e3 * one.exposed_seconds:11.0f} | {one.late_steps}"
+            f" {one.hidden_without:14.2f} {one.hidden:5.2f} |"
+            f" {1e3 * one.exposed_without_seconds:17.0f} {1e3 * one.exposed_seconds:6.0f} | {one.late_steps}"
         )
 
 

@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 class SchemeResult:
     """One scheme on one rank. `seconds` has one entry a repetition, paired over schemes.
 
-    `sent_bytes` is what the kernel's TCP counters saw of one synchronisation. `padding_bytes` is memory of the
-    gradient buffer that holds no gradient, `scratch_bytes` how much more memory one synchronisation touched.
+    `sent_bytes` is what the kernel's TCP counters saw of one synchronisation. `padding_bytes` is memory of
+    the gradient buffer that holds no gradient, `scratch_bytes` how much more memory one synchronisation took.
     `difference` is the largest from the first scheme's result, relative to the largest gradient.
     """
 
@@ -146,6 +146,10 @@ class _Scheme:
         start, stop = piece.tp_range
         return whole.narrow(piece.tp_dim, start - self._first[piece.name], stop - start)
 
+    def close(self) -> None:
+        self.sync.close()
+        self.buffer.close()
+
     def run(self) -> float:
         """Seconds of one synchronisation, from when all ranks are ready until this one is done."""
         dist.barrier()
@@ -171,6 +175,7 @@ def _cell(rank: int, plans: Sequence[Plan], repetitions: int) -> list[SchemeResu
         reference = reference or found
         scheme.fill(gradients)
         measured.append((difference, *_measured_once(scheme)))
+    del reference, found
     for repetition in range(repetitions):
         for turn in range(len(schemes)):
             scheme = schemes[(repetition + turn) % len(schemes)]
@@ -189,6 +194,8 @@ def _cell(rank: int, plans: Sequence[Plan], repetitions: int) -> list[SchemeResu
         for scheme, (difference, sent, scratch) in zip(schemes, measured, strict=True)
     ]
     dist.barrier()
+    for scheme in schemes:
+        scheme.close()
     for group in groups.values():
         dist.destroy_process_group(group)
     return results

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 
-from eth_service.commands import plan, profile, serve, train
+from eth_service.commands import compare, plan, predict, profile, serve, train
 from planner.errors import UserError
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan.plan)
+app.command("compare")(compare.compare)
+app.command("predict")(predict.predict)
 app.command("train")(train.train)
 app.add_typer(profile.app)
 app.command("serve")(serve.serve)
@@ -25,7 +28,19 @@ app.command("serve")(serve.serve)
 def main() -> None:
     """Entry point of the console script: a user's mistake is one line on stderr and exit code 2."""
     try:
-        app()
+        # Without standalone mode a wrong option is raised too, instead of being drawn as a box.
+        code = app(standalone_mode=False)
     except UserError as error:
-        print(f"eth: {error}", file=sys.stderr)
-        sys.exit(2)
+        _leave(str(error), code=2)
+    except typer.TyperException as error:
+        _leave(" ".join(error.format_message().split()), code=error.exit_code)
+    except typer.Abort:
+        _leave("stopped", code=130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave(message: str, *, code: int) -> NoReturn:
+    # Without a command the help has been printed, and nothing is left to say.
+    if message:
+        print(f"eth: {message}", file=sys.stderr)
+    sys.exit(code)

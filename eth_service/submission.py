@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from actors.engine.support import check_supported
 from actors.job import PYTHON_STDLIB, Job, parse_job
 from eth_service.errors import ProblemError
 from planner.errors import UserError
+from planner.plan import Plan
 
 JSON_TYPE = "application/json"
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -45,6 +47,8 @@ def accept_job(data: object, *, root: Path) -> Job:
     if isinstance(data, dict):
         _confine(data, root)
     job = parse_job(data, base=root)
+    if isinstance(job.plan, Plan):
+        check_supported(job.plan)
     if job.data.path == PYTHON_STDLIB:
         return job
     path = (root / job.data.path).resolve()

@@ -7,6 +7,7 @@ from typing import Any
 
 from eth_service.schemas import JobDetail, JobSummary, MetricsRow, PipelineView, StageView, Transition
 from eth_service.store import JobRow
+from planner.describe import compute_end_seconds
 from planner.plan import PipelinePlan, Plan, PredictedPipeline, StagePlan
 
 
@@ -47,7 +48,7 @@ def pipeline_views(plan: Plan, latest: MetricsRow | None) -> list[PipelineView]:
                 local_batch_size=pipeline.local_batch_size,
                 micro_batch_size=pipeline.micro_batch_size,
                 stages=_stage_views(plan, pipeline, priced),
-                predicted_seconds=priced.end_seconds if priced else None,
+                predicted_seconds=compute_end_seconds(priced) if priced else None,
                 measured_seconds=measured.end_seconds if measured else None,
                 predicted_samples_per_second=pipeline.samples / iteration_seconds
                 if iteration_seconds
@@ -101,5 +102,6 @@ def _summary_fields(
 
 
 def _says_emulated(document: dict[str, Any]) -> bool:
-    cluster = document["cluster"]
+    plan = document["plan"]
+    cluster = plan["cluster"] if isinstance(plan, dict) else document["cluster"]
     return isinstance(cluster, dict) and any(node["emulate"] for node in cluster["nodes"])

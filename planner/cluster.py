@@ -98,7 +98,10 @@ class Cluster(Contract):
         own = data.get("device_types") or {}
         types: dict[str, Any] = dict(own) if isinstance(own, Mapping) else {}
         nodes: list[Any] = []
-        for entry in data.get("nodes") or []:
+        entries = data.get("nodes") or []
+        if not isinstance(entries, list | tuple):
+            raise ValueError(f"nodes = {entries!r}: write a list with one entry a node")
+        for entry in entries:
             nodes.extend(_expand_node(entry, types, taken=len(nodes)))
             if len(nodes) > MAX_DEVICES:
                 raise ValueError(f"nodes: more than {MAX_DEVICES} nodes; the planner takes at most that many")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.plan import PipelinePlan, Plan, PredictedPipeline, PredictedStage, StagePlan
+from planner.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class PipelineRows:
 
     @property
     def name(self) -> str:
-        """`Pipe-0`, or `Pipe-0 to 3` for several."""
-        return f"Pipe-{self.ids[0]}" + (f" to {self.ids[-1]}" if len(self.ids) > 1 else "")
+        """`Pipe-0`, or `Pipe-0 to 3` for several, or `Pipe-0,2` where another stands between them."""
+        first, last = self.ids[0], self.ids[-1]
+        if len(self.ids) <= 1 or last - first + 1 > len(self.ids):
+            return f"Pipe-{','.join(map(str, self.ids))}"
+        return f"Pipe-{first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,12 @@ def device_names(plan: Plan, stage: StagePlan) -> str:
 def search_words(plan: Plan) -> str:
     """What the search did, in one line; empty if the plan was not searched for."""
     search = plan.search
+    if search and "columns" in search:
+        return (
+            f"{search['seconds']:.2f} s: {search['chains']} pipelines, {search['columns']} device counts,"
+            f" {search['columns_made']} of them worked out, {search['candidates']} plans priced;"
+            f" bound in {search['bound_seconds']:.2f} s"
+        )
     if not search or "stages_seen" not in search:
         return ""
     return (
@@ -99,6 +109,16 @@ def search_words(plan: Plan) -> str:
         f" {search['stages_seen']} stages seen,"
         f" {search['branches_cut']} branches cut"
     )
+
+
+def gap_words(plan: Plan) -> str:
+    """How much better any other plan could be; empty if no bound is known."""
+    predicted = plan.predicted
+    if predicted is None or not predicted.lower_bound_seconds:
+        return ""
+    gap = predicted.iteration_seconds / predicted.lower_bound_seconds - 1
+    bound = format_seconds(predicted.lower_bound_seconds)
+    return f"No plan is predicted below {bound}: this one is at most {gap:.1%} slower than the best."
 
 
 def coarse_words(plan: Plan) -> str:
@@ -155,7 +175,8 @@ def _stage_row(
     slowest = max(group, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
     fullest = max(group, key=lambda stage: stage.device_bytes - stage.memory_limit_bytes)
     return StageRow(
-        ",".join(map(str, numbers)),
+        # Some pipelines have dozens of stages alike; all their numbers would push the figures off the table.
+        ",".join(map(str, numbers)) if len(numbers) <= 2 else f"{numbers[0]}-{numbers[-1]}",
         *look,
         forward_seconds=slowest.forward_seconds,
         backward_seconds=slowest.backward_seconds,

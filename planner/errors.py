@@ -22,10 +22,10 @@ class UserError(ValueError):
 class Contract(BaseModel):
     """Base of every file format: unknown keys are refused, values are immutable once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced, not validated; what was derived from the old ones is forgotten."""
+        """A copy with some fields replaced, not validated; what derives from the old ones goes."""
         copied = super().model_copy(update=update, deep=deep)
         for name in _derived(type(self)):
             copied.__dict__.pop(name, None)
@@ -94,4 +94,6 @@ def _describe(problem: Mapping[str, Any]) -> str:
         return f"{field}: {message}" if field else message
     shown = repr(problem["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    if not field:
+        return f"it holds {shown}, which is no mapping of keys to values; write it as the examples are"
     return f"{field} = {shown}: {message[:1].lower()}{message[1:]}"

@@ -245,7 +245,7 @@ def fuse(ranges: Iterable[CombinedRange]) -> tuple[GradientBlock, ...]:
 
 
 def _backward_key(parts: Sequence[CombinedRange]) -> tuple[bool, int, bool]:
-    """Backward completes blocks in this order: the further down the model one reaches the later; tied last."""
+    """Backward completes blocks in this order: the deeper one reaches the later; tied last."""
     kind = parts[0].kind
     return kind == "tied", -min(part.region.order for part in parts), kind == "replicated"
 

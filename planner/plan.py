@@ -18,6 +18,8 @@ from planner.plan_check import check_plan
 
 Precision = Literal["fp32", "bf16", "fp16"]
 GradientSync = Literal["block", "tensor", "device"]
+# Local batches are handed out one by one; a larger number is a slip of the pen and would take for ever.
+MAX_GLOBAL_BATCH_SIZE = 1_000_000
 
 
 class Dtypes(Contract):
@@ -159,7 +161,7 @@ class Plan(Contract):
     objective: Literal["time", "cost"] = "time"
     model: ModelSpec
     cluster: Cluster
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1, le=MAX_GLOBAL_BATCH_SIZE)
     sequence_length: int = Field(ge=1)
     dtypes: Dtypes = Dtypes()
     zero_stage: Literal[0, 1, 2] = 0

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from planner.cluster import Cluster
 from planner.errors import Contract
 from planner.model_spec import ModelSpec
-from planner.plan import Dtypes, PlanEmulation
+from planner.plan import MAX_GLOBAL_BATCH_SIZE, Dtypes, PlanEmulation
 
 
 class PlanRequest(Contract):
@@ -17,7 +17,7 @@ class PlanRequest(Contract):
 
     model: ModelSpec
     cluster: Cluster
-    global_batch_size: int = Field(ge=1, description="samples an iteration")
+    global_batch_size: int = Field(ge=1, le=MAX_GLOBAL_BATCH_SIZE, description="samples an iteration")
     sequence_length: int = Field(ge=1, description="tokens a sample")
     dtypes: Dtypes = Dtypes()
     strategy: str = "eth"

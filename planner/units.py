@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -20,6 +21,8 @@ def _split(value: object, example: str) -> tuple[float, str] | None:
     if not isinstance(value, str):
         return None
     match = _QUANTITY.match(value)
+    if match is not None and match[1].count(".") > 1:
+        match = None
     if match is None:
         raise ValueError(f"{value!r} is not a quantity; write a number or, for example, '{example}'")
     return float(match[1]), match[2]
@@ -35,7 +38,10 @@ def parse_bytes(value: object) -> object:
         raise ValueError(
             f"unit {unit!r} of {value!r} is not known; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         )
-    return int(number * _BYTES[unit.lower()])
+    count = number * _BYTES[unit.lower()]
+    if math.isinf(count):
+        raise ValueError(f"{value!r} is more bytes than can be counted")
+    return int(count)
 
 
 def parse_bandwidth(value: object) -> object:

@@ -185,6 +185,7 @@ class PacedCalls:
         return self._courier.start(lambda: self._run(call, data))
 
     def close(self) -> None:
+        self._groups = {}
         self._courier.close()
         self._inner.close()
 

@@ -21,6 +21,9 @@ from planner.collectives import Reduction
 from planner.gradient_calls import GradientCall, Section, call_reduction
 from planner.plan import Plan
 
+SEGMENT = 1 << 22
+"""Elements that calls of several steps move at a time, so that their scratch stays small: 16 MB in fp32."""
+
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups of more than one rank, by their ranks in ascending order."""
 
@@ -50,7 +53,7 @@ class CallTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of threads; nothing may be under way, or it has failed."""
+        """Let go of threads and groups; nothing may be under way, or it has failed."""
         ...
 
 
@@ -66,7 +69,8 @@ class GroupTransport:
         return work
 
     def close(self) -> None:
-        return None
+        # gloo's connections last as long as anyone refers to their group.
+        self._groups = {}
 
 
 def make_transport(
@@ -83,7 +87,8 @@ def make_transport(
     stepped = [call for call in calls if wire != torch.float32 or reductions[call.index].algorithm != "flat"]
     if not stepped:
         return GroupTransport(groups)
-    steps = Steps(groups, rank=rank, wire=wire, device=device, largest=max(c.numel for c in stepped))
+    largest = min(SEGMENT, max(call.numel for call in stepped))
+    steps = Steps(groups, rank=rank, wire=wire, device=device, largest=largest)
     return SteppedTransport(groups, steps=steps, reductions=reductions, wire=wire)
 
 
@@ -106,6 +111,8 @@ class SteppedTransport:
         return self._courier.start(lambda: self._steps.all_reduce(call.holders, reduction, data))
 
     def close(self) -> None:
+        self._flat.close()
+        self._steps.close()
         self._courier.close()
 
 
@@ -114,7 +121,7 @@ class Steps:
 
     With a narrower `wire` precision every contribution is rounded once, summed in fp32 and rounded once more:
     two roundings whatever the number of members, where a ring that adds in the wire's precision has one a
-    member. `largest` is the most elements of one call: its scratch exists from the start.
+    member. `largest` is the most elements of one message: the scratch for it exists from the start.
     """
 
     def __init__(
@@ -129,8 +136,18 @@ class Steps:
         self._received = torch.empty(room, dtype=wire, device=device)
         self._sent = torch.empty(room if wire != torch.float32 else 0, dtype=wire, device=device)
 
+    def close(self) -> None:
+        """Let go of the groups."""
+        self._groups = {}
+
     def all_reduce(self, holders: Sequence[int], reduction: Reduction, data: torch.Tensor) -> None:
         """Sum `data` over the holders in the way that was chosen; all end with the same bits."""
+        # A whole number of elements for each holder, and so for each member of even nodes.
+        size = max(1, SEGMENT // len(holders)) * len(holders)
+        for part in data.split(size):
+            self._all_reduce(holders, reduction, part)
+
+    def _all_reduce(self, holders: Sequence[int], reduction: Reduction, data: torch.Tensor) -> None:
         nodes = [tuple(holders[position] for position in node) for node in reduction.nodes]
         across = [tuple(holders[position] for position in group) for group in reduction.across]
         if reduction.algorithm == "flat":
@@ -281,6 +298,7 @@ class SectionTransport:
         return self._courier.start(lambda: self._steps.all_gather(section.holders, data))
 
     def close(self) -> None:
+        self._steps.close()
         self._courier.close()
 
 

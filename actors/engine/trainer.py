@@ -164,6 +164,7 @@ class Trainer:
         try:
             return self._run_iteration(iteration)
         except BaseException:
+            self._sync.close()
             self._groups.abort()
             raise
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from planner.plan import Plan
+    from planner.profile.table import ProfileTable
+    from planner.request import PlanRequest
 
 
 def plan(
@@ -36,56 +35,69 @@ def plan(
     equal_batches: Annotated[
         bool, typer.Option("--equal-batches", help="the same number of samples for every pipeline")
     ] = False,
+    profiles: Annotated[
+        Path | None, typer.Option(help="folder of measured or imported profiles [default: datasheets]")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="show so many distinct plans, the best first")] = 1,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="say what limits the plan and why it beats the others")
+    ] = False,
 ) -> None:
     """Find the plan of least predicted iteration time for MODEL on a cluster, and show it as a table."""
-    from planner.cluster import resolve_cluster
-    from planner.errors import parse
-    from planner.model_spec import resolve_model
-    from planner.request import PlanRequest
-    from planner.search import find_plan
+    from eth_service.commands.common import console, make_request, progress, write_text
+    from planner.search import find_plans
 
-    spec = resolve_model(model)
-    request = parse(
-        PlanRequest,
-        {
-            "model": spec,
-            "cluster": resolve_cluster(cluster),
-            "global_batch_size": global_batch_size,
-            "sequence_length": sequence_length or spec.max_sequence_length,
-            "dtypes": {"param": precision},
-            "strategy": strategy,
-            "emulation": {"memory_scale": memory_scale},
-            "equal_batches": equal_batches,
-        },
-        source="eth plan",
+    request, profile = make_request(
+        model,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        sequence_length=sequence_length,
+        precision=precision,
+        strategy=strategy,
+        memory_scale=memory_scale,
+        equal_batches=equal_batches,
+        profiles=profiles,
+        command="eth plan",
     )
-    found = find_plan(request, progress=_progress)
+    found = find_plans(request, most=max(top, 2 if explain else 1), profile=profile, progress=progress)
     if json_file is not None:
-        _write(found, json_file)
-    _show(found)
+        write_text(found[0].model_dump_json(indent=2), json_file)
+    for number, one in enumerate(found[:top], start=1):
+        if top > 1:
+            console().print(f"Plan {number} of {min(top, len(found))}")
+        _show(one)
+    if len(found) < top:
+        console().print(f"The search priced no more distinct plans than {len(found)}.")
+    if explain:
+        _explain(request, found, profile)
 
 
-def _progress(message: str) -> None:
-    print(f"eth: {message}", file=sys.stderr, flush=True)
+def _explain(request: PlanRequest, found: list[Plan], profile: ProfileTable | None) -> None:
+    """What limits the best plan, and why it beats the runner-up and the other strategies."""
+    from eth_service.commands.common import console, progress
+    from planner.compare import compare
+    from planner.search import strategy_names
+    from planner.why import against_lines, limit_lines, with_ample_memory
 
-
-def _write(plan: Plan, path: Path) -> None:
-    from planner.errors import UserError
-
-    try:
-        path.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json = {path} cannot be written: {error.strerror}; choose another file") from None
+    others = [name for name in strategy_names() if name != request.strategy]
+    comparison = compare(request, strategies=others, profile=profile, progress=progress)
+    ample = with_ample_memory(request, profile=profile, progress=progress)
+    out = console()
+    for line in limit_lines(found[0], ample=ample, profile=profile):
+        out.print(line, soft_wrap=True)
+    for line in against_lines(found[0], runners_up=found[1:], comparison=comparison, profile=profile):
+        out.print(line, soft_wrap=True)
 
 
 def _show(plan: Plan) -> None:
     from rich.table import Table
 
-    from planner.describe import coarse_words, describe, search_words
+    from eth_service.commands.common import console, title
+    from planner.describe import coarse_words, describe, gap_words, search_words
     from planner.units import format_bytes, format_seconds
 
     shown = describe(plan)
-    table = Table(title=_title(plan), title_justify="left", pad_edge=False)
+    table = Table(title=title(plan), title_justify="left", pad_edge=False)
     for column in ("Pipeline", "Stage", "Devices", "TP/DP", "Rows"):
         table.add_column(column, no_wrap=column != "Pipeline")
     for column in ("#L", "Recompute", "Forward", "Backward", "Memory / limit"):
@@ -107,21 +119,13 @@ def _show(plan: Plan) -> None:
                 f"{format_bytes(stage.memory_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
             )
             words = ""
-    console = _console()
-    console.print(table)
+    out = console()
+    out.print(table)
     for line in _lines(plan):
-        console.print(line, soft_wrap=True)
-    for words in (coarse_words(plan), search_words(plan)):
+        out.print(line, soft_wrap=True)
+    for words in (gap_words(plan), coarse_words(plan), search_words(plan)):
         if words:
-            console.print(words, soft_wrap=True)
-
-
-def _title(plan: Plan) -> str:
-    counts = ", ".join(f"{count} x {type_}" for type_, count in plan.cluster.counts.items())
-    return (
-        f"{plan.model.name} on {counts}: global batch {plan.global_batch_size},"
-        f" sequence {plan.sequence_length}, {plan.dtypes.param}"
-    )
+            out.print(words, soft_wrap=True)
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -152,10 +156,3 @@ def _lines(plan: Plan) -> list[str]:
     if plan.idle_devices:
         lines.append(f"Idle, since they would not make the iteration shorter: {', '.join(plan.idle_devices)}")
     return lines
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # Piped output has no width of its own; 80 columns would break the table.
-    return Console(width=None if sys.stdout.isatty() else 130, highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from actors.engine.trainer import TrainerConfig
 from actors.failure import TrainingFailed
 from actors.inventory import read_inventory
 from actors.job import Training
-from actors.placement import bind_nodes
+from actors.placement import bind_nodes, release
 from planner.errors import UserError
 from planner.plan import Plan
 from tests.actors.gloo_trainer import (
@@ -118,3 +119,24 @@ def test_devices_that_are_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.raises(UserError, match=r"needs 2x910B4, 2xA100; the Ray cluster has 0 of 2 910B4 free"),
     ):
         make_crew(plan)
+
+
+@pytest.mark.timeout(90)
+def test_a_ray_that_no_longer_answers_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, released = threading.Event(), threading.Event()
+
+    def stuck(groups: Any) -> None:
+        answers.wait()
+        release(groups)
+        released.set()
+
+    monkeypatch.setattr("actors.crew.release", stuck)
+    monkeypatch.setattr("actors.crew._CONTROL_SECONDS", 0.2)
+    plan = small_plan()
+    crew = make_crew(plan)
+    crew.start(config(plan, 60.0))
+    crew.end()
+    assert not released.is_set()
+    assert wait_until(lambda: not any(alive(process.pid) for process in crew.processes))
+    answers.set()
+    assert released.wait(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,6 +78,7 @@ class Rig:
         *,
         groups: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
         transport: CallTransport | None = None,
+        before_launch: Callable[[int], None] | None = None,
     ) -> Rig:
         layout = gradient_layout(plan)
         handles = make_handles(plan, rank)
@@ -84,7 +86,9 @@ class Rig:
         buffer = GradientBuffer(handles=handles, blocks=own_blocks(plan, rank), sections=sections)
         if transport is None:
             transport = rig_transport(plan, rank, gradient_groups(plan, rank) if groups is None else groups)
-        sync = GradientSync(buffer=buffer, layout=layout, rank=rank, transport=transport)
+        sync = GradientSync(
+            buffer=buffer, layout=layout, rank=rank, transport=transport, before_launch=before_launch
+        )
         return cls(handles, buffer, sync)
 
     def run_once(self) -> None:

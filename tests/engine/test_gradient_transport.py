@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.engine import gradient_transport
 from actors.engine.gradient_transport import CallTransport, SectionTransport, Steps, ThreadCourier, Work
-from planner.gradient_calls import GradientCall, Section, gradient_layout
+from planner.cluster import Cluster, from_short_form
+from planner.gradient_calls import GradientCall, Section, call_reduction, gradient_layout
 from tests.engine.held_parameters import Rig, gradient_groups, rig_transport
 from tests.engine.rank_pool import RankError, RankPool
 from tests.gradient_plans import variant
@@ -185,3 +187,40 @@ def _sum_twice(rank: int, wire: str) -> tuple[bytes, bytes]:
 def test_who_comes_late_changes_no_bit(rank_pool: RankPool, wire: str) -> None:
     for first, second in rank_pool.run(_sum_twice, wire, world_size=4):
         assert first == second
+
+
+def _sum_in_segments(rank: int, wire: str) -> tuple[bytes, bytes]:
+    """The same gradients at once and a few elements at a time; bf16 rounds each element alike."""
+    plan = make_plan(SMALL, [[(1, 2, 4)], [(1, 1, 4)]], cluster=uneven_nodes(), dtypes={"wire": wire})
+    layout = gradient_layout(plan)
+    algorithms = {call_reduction(plan, call).algorithm for call in layout.calls}
+    assert algorithms == {"leader"}
+    results = []
+    whole = gradient_transport.SEGMENT
+    for segment in (whole, 1000):
+        gradient_transport.SEGMENT = segment
+        rig = Rig.make(plan, rank)
+        rig.buffer.flat.normal_(generator=torch.Generator().manual_seed(rank))
+        rig.run_once()
+        rig.sync.close()
+        results.append(rig.buffer.flat.numpy().tobytes())
+    gradient_transport.SEGMENT = whole
+    return results[0], results[1]
+
+
+def uneven_nodes() -> Cluster:
+    """Two devices on one node and one on another, the nodes' own links much faster than that between them."""
+    links = {
+        "intra_node": {"bandwidth": 1e11, "latency": 0.0},
+        "inter_node": {"bandwidth": 1e9, "latency": 1e-5},
+    }
+    cluster = from_short_form("1x2:910B2,1x1:910B2").model_dump()
+    return Cluster.model_validate(cluster | {"links": links})
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_long_messages_travel_in_segments(rank_pool: RankPool, wire: str) -> None:
+    for whole, cut in rank_pool.run(_sum_in_segments, wire, world_size=3):
+        first, second = (torch.frombuffer(bytearray(data), dtype=torch.float32) for data in (whole, cut))
+        # Two addends reach the leader in another order: nothing else may differ.
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)

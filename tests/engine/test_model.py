@@ -38,9 +38,7 @@ def test_a_layer_lets_go_of_every_value_but_its_result() -> None:
 def _names_and_shapes(rank: int, plan: Plan) -> None:
     store = leave_pool_groups(rank)
     cpu = torch.device("cpu")
-    groups = ProcessGroups.open(
-        plan=plan, rank=rank, store=store, timeout_seconds=30, device=cpu
-    )
+    groups = ProcessGroups.open(plan=plan, rank=rank, store=store, timeout_seconds=30, device=cpu)
     place = plan.ranks[rank]
     stage = plan.pipelines[place.pipeline].stages[place.stage]
     module, handles = build_stage(

@@ -14,6 +14,7 @@ from eth_service.errors import ProblemError
 from eth_service.submission import accept_job, decode_body, job_document
 from planner.errors import UserError
 from tests.eth_service.double import job_values
+from tests.plans import make_model, make_plan
 
 
 @pytest.fixture
@@ -113,3 +114,11 @@ def test_a_users_mistake_names_the_field(root: Path, values: object, expected: s
         accept_job(values, root=root)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_that_the_runtime_cannot_execute_is_refused_at_once(root: Path) -> None:
+    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8]).model_dump(mode="json") | {"zero_stage": 1}
+    training = {"global_batch_size": 8, "sequence_length": 32, "steps": 1, "precision": "bf16"}
+    values = job_values(data={"path": "texts/book.txt"}, plan=plan, model=plan["model"], training=training)
+    with pytest.raises(UserError, match="zero_stage = 1 is not supported by the runtime; set it to 0"):
+        accept_job(values | {"cluster": "auto"}, root=root)

@@ -121,6 +121,8 @@ def test_a_wrong_cluster_is_one_line(text: str, hint: str) -> None:
     [
         ({}, "nodes"),
         ({"nodes": []}, "nodes"),
+        ({"nodes": 5}, "nodes = 5: write a list"),
+        ({"nodes": {"name": "a"}}, "write a list with one entry a node"),
         ({"nodes": [{"devices": [{"type": "A100", "count": 1}], "colour": 1}]}, "colour is not a known key"),
         (
             {"nodes": [{"name": "a", "devices": [{"type": "A100", "count": 1}]}] * 2},
@@ -154,4 +156,7 @@ def test_a_wrong_cluster_mapping_names_the_field(data: object, hint: str) -> Non
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("nodes: [")
     with pytest.raises(UserError, match="not valid YAML"):
+        resolve_cluster("c.yaml", base=tmp_path)
+    (tmp_path / "c.yaml").write_text("")
+    with pytest.raises(UserError, match=r"c\.yaml: it holds None, which is no mapping of keys to values"):
         resolve_cluster("c.yaml", base=tmp_path)

@@ -26,6 +26,21 @@ def test_alike_stages_and_pipelines_share_a_row() -> None:
     assert shown.idle_devices == ("node0/7", "node1/0")
 
 
+def test_only_neighbours_are_named_as_a_range() -> None:
+    stages = [(1, 1, 1)] * 4
+    plan = with_prediction(
+        make_plan(
+            make_model(),
+            [stages, [(1, 1, 4)], stages],
+            cluster=from_short_form("1x9:A100"),
+            samples=[6, 3, 6],
+        )
+    )
+    shown = describe(plan).pipelines
+    assert [rows.name for rows in shown] == ["Pipe-0,2", "Pipe-1"]
+    assert [row.stages for row in shown[0].stages] == ["0-3"]
+
+
 def test_balance_compares_ends_of_work_before_synchronisation() -> None:
     cluster = from_short_form("2x1:A100")
     plan = with_prediction(

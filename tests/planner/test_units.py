@@ -31,6 +31,8 @@ def test_seconds(text: object, expected: float) -> None:
     [
         (Bytes, "64 GX", "use B, KB"),
         (Bytes, "lots", "64 GiB"),
+        (Bytes, "1.2.3 GiB", "not a quantity"),
+        (Bytes, "1e999 GiB", "more bytes than can be counted"),
         (BytesPerSecond, "3 Gx/s", "GB/s"),
         (Seconds, "3 min", "use s, ms"),
     ],

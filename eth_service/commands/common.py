@@ -1,0 +1,104 @@
+"""What the planning commands share: from options to a request, progress, tables, files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.plan import Plan
+    from planner.profile.links import LinkSource
+    from planner.profile.table import ProfileTable
+    from planner.request import PlanRequest
+
+
+def make_request(
+    model: str,
+    *,
+    cluster: str,
+    global_batch_size: int,
+    sequence_length: int | None,
+    precision: str,
+    command: str,
+    strategy: str = "eth",
+    memory_scale: float = 1.0,
+    equal_batches: bool = False,
+    profiles: Path | None = None,
+) -> tuple[PlanRequest, ProfileTable | None]:
+    """The request that the options describe, and the table of `--profiles`; UserError names the option."""
+    from planner.cluster import resolve_cluster
+    from planner.errors import parse
+    from planner.model_spec import resolve_model
+    from planner.request import PlanRequest
+
+    spec = resolve_model(model)
+    request = parse(
+        PlanRequest,
+        {
+            "model": spec,
+            "cluster": resolve_cluster(cluster),
+            "global_batch_size": global_batch_size,
+            "sequence_length": sequence_length or spec.max_sequence_length,
+            "dtypes": {"param": precision},
+            "strategy": strategy,
+            "emulation": {"memory_scale": memory_scale},
+            "equal_batches": equal_batches,
+        },
+        source=command,
+    )
+    if profiles is None:
+        return request, None
+    from planner.profile.use import with_profiles
+
+    measured, table, links = with_profiles(request, profiles)
+    tell_profiles(table, links)
+    return measured, table
+
+
+def tell_profiles(table: ProfileTable, links: tuple[LinkSource, ...]) -> None:
+    """Which times and links are measured, and which are not, on stderr."""
+    kinds = ", ".join(f"{source.type} ({source.provenance})" for source in table.sources())
+    tell(f"times from profiles of {kinds}")
+    scopes = {"intra_node": "inside nodes", "inter_node": "between nodes"}
+    unmeasured = [f"{link.device_type} {scopes[link.scope]}" for link in links if link.source == "cluster"]
+    words = f" and {', '.join(unmeasured)}" if unmeasured else ""
+    tell(f"not measured, so as the cluster says: links of unlike types{words}")
+
+
+def progress(message: str) -> None:
+    """What is going on, for the person who waits; a program that reads stderr gets the error alone."""
+    if sys.stderr.isatty():
+        print(f"eth: {message}", file=sys.stderr, flush=True)
+
+
+def tell(message: str) -> None:
+    """What the reader of the figures must know, on stderr."""
+    print(f"eth: {message}", file=sys.stderr, flush=True)
+
+
+def write_text(text: str, path: Path) -> None:
+    from planner.errors import UserError
+
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json = {path} cannot be written: {error.strerror}; choose another file") from None
+
+
+def title(plan: Plan | PlanRequest) -> str:
+    """Model, devices, batch, sequence, precision."""
+    counts = ", ".join(f"{count} x {type_}" for type_, count in plan.cluster.counts.items())
+    return (
+        f"{plan.model.name} on {counts}: global batch {plan.global_batch_size},"
+        f" sequence {plan.sequence_length}, {plan.dtypes.param}"
+    )
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    # Piped output has no width of its own; 80 columns would break the table.
+    return Console(width=None if sys.stdout.isatty() else 130, highlight=False)

@@ -1,0 +1,67 @@
+"""Devices for the stages of pipelines: a TP group stays in one node and one type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.baselines.forms import Form
+from planner.cluster import Cluster
+
+# Devices of every stage of every pipeline, row-major [dp][tp].
+Seats = list[list[tuple[str, ...]]]
+
+
+def seat(cluster: Cluster, pipelines: Sequence[Sequence[Form]], *, aligned: bool = False) -> Seats | None:
+    """Devices in node order, pipeline by pipeline and stage by stage; None if TP groups cannot be cut so.
+
+    With `aligned`, stage by stage and pipeline by pipeline, so that gradients stay near, not activations.
+    Where narrow groups break up nodes that wider ones need, the wider ones choose first.
+    """
+    stages = [(p, s) for p, forms in enumerate(pipelines) for s in range(len(forms))]
+    if aligned:
+        stages.sort(key=lambda place: (place[1], place[0]))
+    found = _seat(cluster, pipelines, stages)
+    if found is None:
+        widest = sorted(stages, key=lambda place: -pipelines[place[0]][place[1]].tp)
+        found = _seat(cluster, pipelines, widest)
+    return found
+
+
+def _seat(
+    cluster: Cluster, pipelines: Sequence[Sequence[Form]], stages: Sequence[tuple[int, int]]
+) -> Seats | None:
+    free: dict[str, list[list[str]]] = {}
+    for (_, type_), ids in _ids(cluster).items():
+        free.setdefault(type_, []).append(list(ids))
+    seats: Seats = [[()] * len(forms) for forms in pipelines]
+    for pipeline, stage in stages:
+        form = pipelines[pipeline][stage]
+        devices: list[str] = []
+        for type_, _ in form.replicas:
+            node = _node(free.get(type_, []), form.tp)
+            if node is None:
+                return None
+            devices += node[: form.tp]
+            del node[: form.tp]
+        seats[pipeline][stage] = tuple(devices)
+    return seats
+
+
+def _node(nodes: list[list[str]], tp: int) -> list[str] | None:
+    """The first node that whole groups of this degree fill up; else the first with room."""
+    first = None
+    while nodes and not nodes[0]:
+        nodes.pop(0)
+    for ids in nodes:
+        if len(ids) >= tp:
+            if len(ids) % tp == 0:
+                return ids
+            first = first or ids
+    return first
+
+
+def _ids(cluster: Cluster) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for device in cluster.devices:
+        found.setdefault((device.node, device.type), []).append(device.id)
+    return found

@@ -1,0 +1,179 @@
+"""Strategy `type-split`: one homogeneous pipeline per device type, uneven local batches.
+
+The paper's TypeSplit-HPP (section 7.5): devices are partitioned by type, each type's pipeline is optimised
+on its own by ETH's stage search, and local batches are shared out as ETH does.
+
+Here: for types of up to eight devices the complete stage search of the strategy `eth` for one pipeline;
+and, for all types, the best single pipeline as found for `metis` (all stages of a type: own tp, dp and
+layers). Pipelines are searched for the samples that a type's speed suggests, then again for the samples
+they were assigned, and all choices are priced together. A type whose devices cannot hold the model alone
+stays idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.baselines import metis
+from planner.baselines.bench import Bench
+from planner.cluster import Node
+from planner.cost.price import check_memory
+from planner.errors import UserError
+from planner.local_batches import Pace, allocate, equal_shares
+from planner.plan import PipelinePlan, Plan
+from planner.profile.table import ProfileTable
+from planner.request import PlanRequest
+from planner.search.assemble import DevicePool, pipelines_of, renumbered
+from planner.search.choice import SearchCounts
+from planner.search.combine import Combination
+from planner.search.device_groups import DeviceGrid
+from planner.search.grid_search import micro_batch_sizes
+from planner.search.shortlist import Offer, ignore
+from planner.search.stage_search import StageSearch
+
+# Devices of a type up to which the complete stage search is run.
+_MOST_DEVICES = 8
+# Searches of all pipelines: for the likely samples, then for those assigned.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    pipeline: PipelinePlan
+    pace: Pace
+
+
+def plan(
+    request: PlanRequest,
+    *,
+    profile: ProfileTable,
+    progress: Callable[[str], None],
+    offer: Offer = ignore,
+) -> Plan:
+    """The best pipeline of every type that can hold the model. UserError if none can."""
+    split = _TypeSplit(request, profile, progress, offer)
+    best: tuple[float, Plan] | None = None
+    samples = split.likely_samples()
+    for _ in range(_ROUNDS):
+        found = split.best(samples)
+        if found is None or (best is not None and found[0] >= best[0] * (1 - 1e-9)):
+            break
+        best = found
+        samples = split.assigned(best[1])
+    if best is None:
+        raise split.bench.cannot_fit("no type's devices alone can hold it")
+    return best[1].model_copy(update={"search": split.bench.statistics()})
+
+
+class _TypeSplit:
+    def __init__(
+        self,
+        request: PlanRequest,
+        profile: ProfileTable,
+        progress: Callable[[str], None],
+        offer: Offer,
+    ) -> None:
+        self._request, self._profile, self._progress = request, profile, progress
+        self.bench = Bench(request, profile=profile, offer=offer)
+        self._types = list(self.bench.counts)
+        self._candidates: dict[tuple[str, int], list[_Candidate]] = {}
+
+    def likely_samples(self) -> dict[str, int]:
+        """Each type's part of the batch by its peak."""
+        device_types, precision = self._request.cluster.device_types, self._request.dtypes.param
+        speeds = {
+            type_: device_types[type_].tflops(precision) * count for type_, count in self.bench.counts.items()
+        }
+        total = sum(speeds.values())
+        batch = self._request.global_batch_size
+        return {type_: max(1, math.ceil(batch * speed / total)) for type_, speed in speeds.items()}
+
+    def assigned(self, plan: Plan) -> dict[str, int]:
+        """Each busy type's samples."""
+        cluster = plan.cluster
+        return {cluster.device_by_id[p.devices[0]].type: p.samples for p in plan.pipelines}
+
+    def best(self, samples: dict[str, int]) -> tuple[float, Plan] | None:
+        """The cheapest plan of pipelines that were searched for these samples."""
+        by_type = [found for type_, count in samples.items() if (found := self._of_type(type_, count))]
+        best: tuple[float, Plan] | None = None
+        for chosen in itertools.product(*by_type):
+            plan = self._plan(chosen) if chosen else None
+            if plan is not None:
+                priced = self.bench.price(plan)
+                assert priced.predicted is not None
+                seconds = priced.predicted.iteration_seconds
+                if best is None or seconds < best[0]:
+                    best = seconds, priced
+        return best
+
+    def _plan(self, chosen: Sequence[_Candidate]) -> Plan | None:
+        batch = self._request.global_batch_size
+        if self._request.equal_batches:
+            chosen = chosen[:batch]
+            samples = equal_shares(len(chosen), global_batch_size=batch)
+        else:
+            samples = allocate([one.pace for one in chosen], global_batch_size=batch)
+        busy = [(one.pipeline, count) for one, count in zip(chosen, samples, strict=True) if count]
+        plan = self.bench.plan(renumbered([p for p, _ in busy], [count for _, count in busy]))
+        try:
+            check_memory(plan)
+        except UserError:
+            return None
+        return plan
+
+    def _of_type(self, type_: str, samples: int) -> list[_Candidate]:
+        if (type_, samples) not in self._candidates:
+            self._progress(f"type-split: {samples} samples on {type_}")
+            self._candidates[type_, samples] = [
+                *self._by_stage_search(type_, samples),
+                *self._by_changes(type_, samples),
+            ]
+        return self._candidates[type_, samples]
+
+    def _by_changes(self, type_: str, samples: int) -> Iterator[_Candidate]:
+        part = self._request.model_copy(update={"global_batch_size": samples})
+        bench = Bench(part, profile=self._profile, types=[type_])
+        found = metis.best_pipeline(bench, progress=self._progress)
+        for name in ("seen_count", "settled_count", "priced_count"):
+            setattr(self.bench, name, getattr(self.bench, name) + getattr(bench, name))
+        if found is not None:
+            yield _Candidate(found.pipelines[0], found.paces[0])
+
+    def _by_stage_search(self, type_: str, samples: int) -> Iterator[_Candidate]:
+        nodes = self._nodes_of(type_)
+        grid = DeviceGrid((type_,), tuple((node.devices[0].count,) for node in nodes), (1,))
+        if grid.devices > _MOST_DEVICES:
+            return
+        search = StageSearch(
+            cost=self.bench.cost,
+            memory=self.bench.memory,
+            grid=grid,
+            micro_batch_sizes=micro_batch_sizes(grid, samples),
+            counts=SearchCounts(),
+            tick=lambda: None,
+        )
+        for choice in search.best(grid.nodes, [samples])[0]:
+            combination = Combination((grid.nodes,), (choice,), (samples,))
+            (pipeline,) = pipelines_of(
+                combination,
+                bundles=[[node] for node in nodes],
+                types=(type_,),
+                pool=DevicePool(self._request.cluster),
+            )
+            yield _Candidate(pipeline, choice.pace)
+
+    def _nodes_of(self, type_: str) -> list[Node]:
+        """The nodes with their devices of one type only, those with most of them first."""
+        held = []
+        for node in self._request.cluster.nodes:
+            entries = [entry for entry in node.devices if entry.type == type_]
+            if entries:
+                total = sum(entry.count for entry in entries)
+                held.append(
+                    node.model_copy(update={"devices": (entries[0].model_copy(update={"count": total}),)})
+                )
+        return sorted(held, key=lambda node: -node.devices[0].count)

@@ -1,0 +1,122 @@
+"""Strategies side by side on one request: what each would take, and which term makes the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from planner.cost.ideal import DeviceSpeeds
+from planner.cost.stages import StageCost
+from planner.errors import UserError
+from planner.explain import Terms, terms_of
+from planner.plan import Plan
+from planner.profile.analytic import AnalyticProfile
+from planner.profile.table import ProfileTable
+from planner.request import PlanRequest
+from planner.search import find_plan, strategy_names
+
+# What all others are compared with.
+REFERENCE = "eth"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: its plan and where its seconds go, or why it has none."""
+
+    strategy: str
+    plan: Plan | None = None
+    terms: Terms | None = None
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds an iteration."""
+        return self.plan.predicted.iteration_seconds if self.plan and self.plan.predicted else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All strategies on one request, in the order asked for."""
+
+    rows: tuple[Row, ...]
+    ideal_seconds: float
+    achieved_flops: dict[str, float]
+    """FLOP/s that a device of each type achieves at its best."""
+
+    @property
+    def reference(self) -> Row | None:
+        """The row that the others are compared with: `eth`, or the quickest where it was not asked for."""
+        known = [row for row in self.rows if row.seconds is not None]
+        named = [row for row in known if row.strategy == REFERENCE]
+        return named[0] if named else min(known, key=lambda row: row.seconds or 0.0, default=None)
+
+    def ratio(self, row: Row) -> float | None:
+        """How many times as long as the reference's iteration the row's is."""
+        reference = self.reference
+        if reference is None or reference.seconds is None or row.seconds is None:
+            return None
+        return row.seconds / reference.seconds
+
+    def main_difference(self, row: Row) -> tuple[str, float] | None:
+        """The term that adds most to what the row takes longer than the reference, and its seconds."""
+        reference = self.reference
+        if reference is None or reference.terms is None or row.terms is None or row is reference:
+            return None
+        differences = row.terms.minus(reference.terms)
+        return next(iter(differences.items()))
+
+
+def compare(
+    request: PlanRequest,
+    *,
+    strategies: Sequence[str],
+    profile: ProfileTable | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Plans of all strategies for the request; one that cannot fit has its reason instead.
+
+    UserError for a strategy that is not known.
+    """
+    unknown = [name for name in strategies if name not in strategy_names()]
+    if unknown:
+        raise UserError(
+            f"strategies = {','.join(strategies)!r}: {unknown[0]!r} is not known;"
+            f" use some of {', '.join(strategy_names())}"
+        )
+    table = profile or AnalyticProfile(request.model, request.cluster.device_types)
+    speeds = device_speeds(request, table)
+    rows = [_row(request, name, table, progress) for name in dict.fromkeys(strategies)]
+    return Comparison(
+        tuple(rows),
+        ideal_seconds=request.global_batch_size / speeds.samples_per_second,
+        achieved_flops={type_: speeds.achieved_flops(type_) for type_ in request.cluster.counts},
+    )
+
+
+def device_speeds(request: PlanRequest, profile: ProfileTable) -> DeviceSpeeds:
+    """Of the request's model on its device types."""
+    cost = StageCost(
+        model=request.model,
+        device_types=request.cluster.device_types,
+        links=request.cluster.links,
+        sequence_length=request.sequence_length,
+        dtypes=request.dtypes,
+        profile=profile,
+    )
+    return DeviceSpeeds(cost, request.cluster)
+
+
+def _row(
+    request: PlanRequest,
+    strategy: str,
+    profile: ProfileTable,
+    progress: Callable[[str], None] | None,
+) -> Row:
+    try:
+        plan = find_plan(
+            request.model_copy(update={"strategy": strategy}), profile=profile, progress=progress
+        )
+    except UserError as error:
+        # The row says which strategy it is.
+        return Row(strategy, reason=str(error).removeprefix(f"strategy = {strategy!r}: "))
+    return Row(strategy, plan, terms_of(plan, profile=profile))

@@ -1,0 +1,159 @@
+"""Columns: for every count vector in a box, how soon its best chain of each shape is done.
+
+`held[c, i]` is the most layers that the last p stages can hold when they use c devices by kind and no stage
+takes longer than period i. One more stage is one more shifted maximum over the whole box, for all periods
+at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.search.exact.pool import Vector
+from planner.search.exact.role import Role, role_of
+from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
+
+# "No way to do it": stays below zero whatever one more stage adds, and 16 bits hold it.
+_NONE = -10_000
+Layers = npt.NDArray[np.signedinteger]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Count vectors from 0 to `size`, in multiples of `unit` devices."""
+
+    size: Vector
+    unit: int
+
+    @property
+    def shape(self) -> Vector:
+        return tuple(size // self.unit + 1 for size in self.size)
+
+    @property
+    def cells(self) -> int:
+        return int(np.prod(self.shape, dtype=float))
+
+    def vectors(self) -> IntArray:
+        """Every count vector in devices: [cell, kind]."""
+        grid = np.indices(self.shape).reshape(len(self.size), -1).T * self.unit
+        return grid.astype(np.int64)
+
+    def steps(self, table: StageTable) -> dict[Vector, list[int]]:
+        """Choices of a table by their counts in units; those that are no multiple are left out."""
+        found: dict[Vector, list[int]] = {}
+        covers = [
+            (len(table.counts) + index, counts)
+            for index, cover in enumerate(table.covers)
+            for counts in cover.vectors(self.size)
+        ]
+        for choice, counts in [*enumerate(table.counts), *covers]:
+            if all(n % self.unit == 0 and n <= most for n, most in zip(counts, self.size, strict=True)):
+                found.setdefault(tuple(n // self.unit for n in counts), []).append(choice)
+        return found
+
+
+def least_periods(table: StageTable, box: Box, *, periods: FloatArray, max_stages: int) -> IntArray:
+    """Index of the first period at which S stages on exactly c devices hold the model: [S - 1, *c].
+
+    `len(periods)` where none does.
+    """
+    steps = box.steps(table)
+    caps = _layers_within(table, periods)
+    index = np.full((max_stages, *box.shape), len(periods), dtype=np.int64)
+    held: Layers | None = None
+    for position in range(1, max_stages + 1):
+        closing = Role.SINGLE if position == 1 else Role.FIRST
+        covered = _extend(steps, caps, table, closing, position, held, box) >= table.layers
+        index[position - 1] = np.where(covered.any(axis=-1), covered.argmax(axis=-1), len(periods))
+        if position == max_stages:
+            break
+        behind = Role.LAST if position == 1 else Role.MIDDLE
+        held = _extend(steps, caps, table, behind, position, held, box)
+        if not (held >= 0).any():
+            break
+    return index
+
+
+def _layers_within(table: StageTable, periods: FloatArray) -> Layers:
+    """Most layers whose seconds stay within each period, memory left out: [role, choice, period]; -1 for
+    none."""
+    fits = (table.seconds[..., None] <= periods).sum(axis=2) - 1
+    caps: Layers = fits.astype(np.int16)
+    assert table.layers < -_NONE, f"a model of {table.layers} layers"
+    return caps
+
+
+def _extend(
+    steps: dict[Vector, list[int]],
+    caps: Layers,
+    table: StageTable,
+    role: Role,
+    position: int,
+    held: Layers | None,
+    box: Box,
+) -> Layers:
+    """Put one more stage before `held` (None: nothing yet) in every way: [*c, period]."""
+    result: Layers = np.full((*box.shape, caps.shape[-1]), _NONE, dtype=np.int16)
+    least = 1 if role is Role.MIDDLE else 0
+    for counts, choices in steps.items():
+        room = table.most[role, choices, position].astype(np.int16)[:, None]
+        layers = np.minimum(caps[role, choices], room).max(axis=0)
+        if (layers < least).all():
+            continue
+        layers = np.where(layers < least, _NONE, layers).astype(np.int16)
+        if held is None:
+            result[counts] = np.maximum(result[counts], layers)
+            continue
+        into = tuple(slice(count, None) for count in counts)
+        source = tuple(slice(None, size - count) for count, size in zip(counts, box.shape, strict=True))
+        np.maximum(result[into], held[source] + layers, out=result[into])
+    return np.maximum(result, np.int16(_NONE))
+
+
+def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) -> list[tuple[int, int]] | None:
+    """(choice, layers) of the stages, first to last, that hold most layers on exactly the devices
+    `box.size` with no stage above `period`; None if they do not hold the model. They may hold more than it
+    has."""
+    periods = np.array([period])
+    steps, caps = box.steps(table), _layers_within(table, periods)
+    held: list[Layers] = []
+    for position in range(1, stages + 1):
+        role = role_of(position=position, stages=stages)
+        held.append(_extend(steps, caps, table, role, position, held[-1] if held else None, box))
+    goal = tuple(size - 1 for size in box.shape)
+    if int(held[-1][(*goal, 0)]) < table.layers:
+        return None
+    found = []
+    for position in range(stages, 0, -1):
+        role = role_of(position=position, stages=stages)
+        behind = held[position - 2] if position > 1 else None
+        target = int(held[position - 1][(*goal, 0)])
+        choice, layers, goal = _last_step(steps, caps, table, role, position, behind, goal, target)
+        found.append((choice, layers))
+    return found
+
+
+def _last_step(
+    steps: dict[Vector, list[int]],
+    caps: Layers,
+    table: StageTable,
+    role: Role,
+    position: int,
+    behind: Layers | None,
+    goal: Vector,
+    target: int,
+) -> tuple[int, int, Vector]:
+    """(choice, layers, counts left) of the first choice that leads to `target` layers at `goal`."""
+    for counts, choices in steps.items():
+        left = tuple(size - count for size, count in zip(goal, counts, strict=True))
+        if min(left) < 0 or (behind is None and any(left)):
+            continue
+        rest = 0 if behind is None else int(behind[(*left, 0)])
+        for choice in choices:
+            layers = min(int(caps[role, choice, 0]), int(table.most[role, choice, position]))
+            if layers >= (1 if role is Role.MIDDLE else 0) and rest >= 0 and rest + layers == target:
+                return choice, layers, left
+    raise AssertionError("the layers and their trace disagree")

@@ -1,0 +1,273 @@
+"""Which pipelines, and how many of each: an integer knapsack over count vectors.
+
+Prices of devices say which shapes are worth a look. A column's worth is at first an optimistic estimate;
+columns that the knapsack picks get their real chains, until it picks only such.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.search.exact.chains import Chain, make_chain
+from planner.search.exact.columns import Box, fullest_chain, least_periods
+from planner.search.exact.knapsack import Knapsack
+from planner.search.exact.priced_chains import PricedChains
+from planner.search.exact.prices import Budget, DevicePrices, Intervals
+from planner.search.exact.role import Role, role_of
+from planner.search.exact.sequences import least_sum
+from planner.search.exact.settle import Settler
+from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
+
+# Shapes (micro-batch, number of stages) whose best chain ends this much later than the prices say are left
+# out.
+_SHAPE_SLACK = 1.12
+_PERIOD_RATIO = 1.01
+_MOST_PERIODS = 48
+_ITEMS = 250
+_MAKING_ROUNDS = 20
+_CLOSE = 1.001
+# Stages' seconds add up to a little less than as many periods.
+_FULL = 0.9
+# Up to so many states (count vectors x layers) the stages of a chain are found exactly.
+_EXACT_CELLS = 12_000
+
+
+@dataclass
+class Shape:
+    """Chains of one table with one number of stages, by cell of a box: least period, and a guess at the
+    fill."""
+
+    table: StageTable
+    stages: int
+    period: FloatArray
+    fill: FloatArray
+
+    def samples_within(self, seconds: float) -> FloatArray:
+        with np.errstate(invalid="ignore"):
+            rounds = np.floor((seconds - self.fill) / self.period) + 1
+        samples: FloatArray = np.where(np.isfinite(self.period) & (rounds >= 1), rounds, 0.0)
+        return samples * self.table.micro_batch_size
+
+
+@dataclass
+class Columns:
+    """Count vectors of a box, with the shapes to try for each and the chains that were made."""
+
+    box: Box
+    vectors: IntArray
+    shapes: list[Shape]
+    settlers: Mapping[int, Settler]
+    made: dict[int, list[Chain]] = field(default_factory=dict)
+
+    def values(self, seconds: float) -> IntArray:
+        """Samples that each column's best chain ends within `seconds`: made ones exactly, others by guess."""
+        worth = np.zeros(len(self.vectors))
+        for shape in self.shapes:
+            np.maximum(worth, shape.samples_within(seconds), out=worth)
+        for cell, chains in self.made.items():
+            worth[cell] = max((chain.pace.samples_within(seconds) for chain in chains), default=0)
+        found: IntArray = worth.astype(np.int64)
+        return found
+
+    def best(self, cell: int, seconds: float) -> Chain:
+        """The made chain that ends most samples, of equal ones the one that is done first."""
+        return max(
+            self.made[cell], key=lambda chain: (chain.pace.samples_within(seconds), -chain.pace.fill_seconds)
+        )
+
+    def make(self, cell: int, seconds: float, *, shapes: int = 2) -> None:
+        """Work out the real chains of a column's most promising shapes."""
+        order = sorted(
+            (-float(shape.samples_within(seconds)[cell]), index) for index, shape in enumerate(self.shapes)
+        )
+        chains: list[Chain] = []
+        vector = tuple(int(n) for n in self.vectors[cell])
+        for shape in [self.shapes[index] for worth, index in order if worth < 0][:shapes]:
+            settler = self.settlers[shape.table.micro_batch_size]
+            for chain in _chains_of(shape, Box(vector, self.box.unit), float(shape.period[cell])):
+                micro_batches = chain.pace.micro_batches(chain.pace.samples_within(seconds))
+                chains.append(settler.settled(chain, max(1, micro_batches)))
+        self.made[cell] = chains
+
+
+def make_columns(
+    intervals: Sequence[Intervals], prices: DevicePrices, box: Box, settlers: Mapping[int, Settler]
+) -> Columns:
+    """Columns for the shapes that are promising at these prices."""
+    vectors = box.vectors()
+    worth = vectors @ prices.per_device
+    shapes: list[Shape] = []
+    for held in intervals:
+        periods = _periods(held)
+        priced = PricedChains(
+            held.table, prices.per_device, paces=periods, limits=periods, each=prices.per_pipeline
+        )
+        good = np.flatnonzero(priced.seconds.min(axis=0) < prices.seconds * _SHAPE_SLACK)
+        if good.size == 0:
+            continue
+        most = int(good.max()) + 1
+        index = least_periods(held.table, box, periods=periods, max_stages=most).reshape(most, -1)
+        shapes += [_shape(held.table, int(s) + 1, periods, index[s], priced, worth) for s in good]
+    return Columns(box, vectors, [shape for shape in shapes if np.isfinite(shape.period).any()], settlers)
+
+
+def _periods(held: Intervals) -> FloatArray:
+    low, high = float(held.low.min()), float(held.high.max())
+    count = int(np.ceil(np.log(high / low) / np.log(_PERIOD_RATIO))) + 1
+    periods: FloatArray = np.geomspace(low, high, min(max(count, 2), _MOST_PERIODS)) * (1 + 1e-12)
+    return periods
+
+
+def _shape(
+    table: StageTable,
+    stages: int,
+    periods: FloatArray,
+    index: IntArray,
+    priced: PricedChains,
+    worth: FloatArray,
+) -> Shape:
+    period = np.append(periods, np.inf)[index]
+    least = np.append(priced.values[:, stages - 1], np.inf)[index]
+    with np.errstate(invalid="ignore"):
+        # No chain of these devices has less fill: its value is at least the least of all chains.
+        fill = np.where(np.isfinite(least), (least - worth) * period / table.micro_batch_size, 0.0)
+        return Shape(table, stages, period, np.fmax(fill, _FULL * stages * period))
+
+
+def _chains_of(shape: Shape, box: Box, period: float) -> list[Chain]:
+    """Of the least period on exactly these devices, and with less fill at a little longer periods."""
+    found: list[Chain] = []
+    exact = _exact_period(shape, box, period)
+    if box.cells * shape.table.layers > _EXACT_CELLS:
+        specs = fullest_chain(shape.table, box, stages=shape.stages, period=exact)
+        return [make_chain(shape.table, _trimmed(shape.table, specs))] if specs else []
+    for slack in (1.0, 1.015):
+        chain = least_sum(shape.table, box, stages=shape.stages, period=exact * slack)
+        if chain is not None and chain not in found:
+            found.append(chain)
+    return found
+
+
+def _trimmed(table: StageTable, specs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The stages with as many layers as the model has: those too many are taken from the slowest stages."""
+    stages = len(specs)
+    roles = [role_of(position=stages - index, stages=stages) for index in range(stages)]
+    layers = [count for _, count in specs]
+    seconds = [table.seconds[role, choice] for role, (choice, _) in zip(roles, specs, strict=True)]
+    heap = [
+        (-float(line[count]), index) for index, (line, count) in enumerate(zip(seconds, layers, strict=True))
+    ]
+    heapq.heapify(heap)
+    for _ in range(sum(layers) - table.layers):
+        while layers[heap[0][1]] <= (roles[heap[0][1]] is Role.MIDDLE):
+            heapq.heappop(heap)
+        _, index = heap[0]
+        layers[index] -= 1
+        heapq.heapreplace(heap, (-float(seconds[index][layers[index]]), index))
+    return [(choice, count) for (choice, _), count in zip(specs, layers, strict=True)]
+
+
+def _exact_period(shape: Shape, box: Box, period: float) -> float:
+    """The least period, among the seconds of the table's stages a little below the grid's."""
+    seconds = shape.table.seconds
+    below = period / _PERIOD_RATIO**2
+    candidates = np.unique(seconds[(seconds > below) & (seconds <= period)])[-_MOST_PERIODS:] * (1 + 1e-12)
+    if candidates.size == 0:
+        return period
+    index = least_periods(shape.table, box, periods=candidates, max_stages=shape.stages)
+    at = int(index[(shape.stages - 1, *(size - 1 for size in box.shape))])
+    return float(candidates[at]) if at < candidates.size else period
+
+
+@dataclass
+class Combiner:
+    """Sets of pipelines within a budget that end its samples, beside pipelines that are `taken` already."""
+
+    columns: Columns
+    prices: DevicePrices
+    budget: Budget
+    taken: Sequence[Chain] = ()
+
+    def sets(self, *, most: int, others: bool) -> Iterator[list[Chain]]:
+        """Sets that end soonest, for any number of pipelines and then for each up to `most`; with `others`,
+        also those without one of the count vectors of a set before."""
+        best = self._least(self.budget.pipelines)
+        if best is None:
+            return
+        yield self._chains(*best)
+        found = [best]
+        for pipelines in range(1, min(most, self.budget.pipelines) + 1):
+            if pipelines != len(best[1]) and (one := self._least(pipelines)) is not None:
+                found.append(one)
+                yield self._chains(*one)
+        if others:
+            found.sort(key=lambda one: one[0])
+            for cell in dict.fromkeys(cell for _, cells in found[:2] for cell in cells):
+                if (one := self._least(self.budget.pipelines, without=cell)) is not None:
+                    yield self._chains(*one)
+
+    def _chains(self, seconds: float, cells: Sequence[int]) -> list[Chain]:
+        return [self.columns.best(cell, seconds) for cell in cells]
+
+    def _least(self, pipelines: int, *, without: int | None = None) -> tuple[float, list[int]] | None:
+        """The least time at which up to so many pipelines end the samples, and their cells; None if none
+        do."""
+        seconds = self.prices.seconds
+        for _ in range(_MAKING_ROUNDS):
+            found = self._at_estimates(pipelines, seconds, lambda cell: cell != without)
+            if found is None:
+                return None
+            seconds, picked = found
+            if self._make(dict.fromkeys(picked), seconds) == 0:
+                return found
+        # Estimates are optimistic, so this may go on for long: settle for what is made.
+        return self._at_estimates(
+            pipelines, self.prices.seconds, lambda cell: cell != without and cell in self.columns.made
+        )
+
+    def _make(self, cells: Iterable[int], seconds: float) -> int:
+        """Make the chains of columns that have none yet; how many."""
+        missing = [cell for cell in cells if cell not in self.columns.made]
+        for cell in missing:
+            self.columns.make(cell, seconds)
+        return len(missing)
+
+    def _at_estimates(
+        self, pipelines: int, start: float, allowed: Callable[[int], bool]
+    ) -> tuple[float, list[int]] | None:
+        low, high, found = start / _CLOSE, start, None
+        for _ in range(80):
+            if (found := self._pick(pipelines, high, allowed)) is not None:
+                break
+            low, high = high, high * 1.02
+        if found is None:
+            return None
+        while high / low > _CLOSE:
+            middle = (low * high) ** 0.5
+            if (better := self._pick(pipelines, middle, allowed)) is not None:
+                high, found = middle, better
+            else:
+                low = middle
+        return high, found
+
+    def _pick(self, pipelines: int, seconds: float, allowed: Callable[[int], bool]) -> list[int] | None:
+        """Cells whose chains end the rest of the samples within `seconds`; None if the knapsack finds none."""
+        needed = self.budget.samples - sum(chain.pace.samples_within(seconds) for chain in self.taken)
+        worth = self.columns.values(seconds)
+        spent = self.columns.vectors @ self.prices.per_device + self.prices.per_pipeline
+        # Relative, so that a small pipeline used many times counts as much as a large one.
+        loss = (spent - worth) / np.maximum(spent, 1e-30)
+        order = [int(i) for i in np.argsort(loss, kind="stable") if worth[i] > 0 and allowed(int(i))]
+        order = order[:_ITEMS]
+        unit = self.columns.box.unit
+        knapsack = Knapsack(
+            tuple(count // unit for count in self.budget.counts),
+            [tuple(int(n) // unit for n in self.columns.vectors[i]) for i in order],
+            [int(worth[i]) for i in order],
+        )
+        total, taken = knapsack.best(pipelines)
+        return [order[item] for item in taken] if total >= needed else None

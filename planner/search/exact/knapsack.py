@@ -1,0 +1,90 @@
+"""Knapsack over count vectors, any number of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = tuple[int, ...]
+
+# Up to here the number of items taken can be limited; each is one more layer of states.
+MOST_COUNTED = 8
+
+
+class Knapsack:
+    """Items by what they need of each limit and what they are worth."""
+
+    def __init__(self, limits: Vector, items: Sequence[Vector], worth: Sequence[int]) -> None:
+        self._limits = limits
+        self._items = items
+        self._worth = worth
+
+    def best(self, most: int) -> tuple[int, list[int]]:
+        """Most worth of a multiset of up to `most` items, and the items' indices (with repetition).
+
+        Beyond MOST_COUNTED their number is not limited.
+        """
+        return self._counted(most) if most <= MOST_COUNTED else self._any()
+
+    def _counted(self, most: int) -> tuple[int, list[int]]:
+        """Best worth for each number of items in turn."""
+        shape = tuple(limit + 1 for limit in self._limits)
+        before = np.zeros(shape, dtype=np.int64)
+        chosen: list[npt.NDArray[np.int32]] = []
+        for _ in range(most):
+            best, last = before.copy(), np.full(shape, -1, dtype=np.int32)
+            for index, item in enumerate(self._items):
+                self._offer(index, item, self._worth[index], before, best, last)
+            chosen.append(last)
+            if (best == before).all():
+                break
+            before = best
+        place = tuple(limit for limit in self._limits)
+        total, taken = int(before[place]), []
+        for last in reversed(chosen):
+            if (index := int(last[place])) >= 0:
+                taken.append(index)
+                place = tuple(p - need for p, need in zip(place, self._items[index], strict=True))
+        return total, taken
+
+    def _any(self) -> tuple[int, list[int]]:
+        shape = tuple(limit + 1 for limit in self._limits)
+        best, last = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
+        for index, item in enumerate(self._items):
+            copies = 1
+            # Any number of copies is a sum of different powers of two, so each is offered once.
+            while self._offer(index, item, self._worth[index], best, best, last, copies):
+                copies *= 2
+        place = tuple(limit for limit in self._limits)
+        total, taken = int(best[place]), []
+        # One copy at a time: what is left may have been improved by a later item, then the trace is worth
+        # more.
+        while (index := int(last[place])) >= 0:
+            taken.append(index)
+            place = tuple(p - need for p, need in zip(place, self._items[index], strict=True))
+        return total, taken
+
+    def _offer(
+        self,
+        index: int,
+        item: Vector,
+        worth: int,
+        source: npt.NDArray[np.int64],
+        best: npt.NDArray[np.int64],
+        last: npt.NDArray[np.int32],
+        copies: int = 1,
+    ) -> bool:
+        """Add copies of an item to every state of `source`; False if no state has room."""
+        needs = [copies * need for need in item]
+        if any(need > limit for need, limit in zip(needs, self._limits, strict=True)):
+            return False
+        into = tuple(slice(need, None) for need in needs)
+        room = tuple(slice(None, limit + 1 - need) for need, limit in zip(needs, self._limits, strict=True))
+        offered = source[room] + copies * worth
+        wins = offered > best[into]
+        if wins.any():
+            best[into] = np.where(wins, offered, best[into])
+            last[into] = np.where(wins, index, last[into])
+        return True

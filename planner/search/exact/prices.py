@@ -1,0 +1,236 @@
+"""What a device of each kind is worth: column generation over chains, with fractions of pipelines.
+
+A linear program over the chains found so far prices the devices; the best chains for these prices join it;
+until no chain is worth more than its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.search.exact.chains import Chain, make_chain
+from planner.search.exact.linear_program import LinearSolution, linear_program
+from planner.search.exact.pool import Vector
+from planner.search.exact.priced_chains import PricedChains
+from planner.search.exact.role import Role
+from planner.search.exact.stage_table import FloatArray, StageTable
+
+# Ratio between the ends of an interval of periods: at first, and where no further cut pays.
+COARSE, FINE = 1.07, 1.004
+# Intervals whose best chain ends this much later than the linear program's time are not looked at again.
+_NEAR = 1.1
+# Intervals of a table whose chains are added, or that are cut, in one round: the lowest.
+_MOST_CELLS = 40
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What all pipelines share: devices by kind, samples to end, and how many pipelines there may be."""
+
+    counts: Vector
+    samples: int
+    pipelines: int
+
+    @property
+    def limits(self) -> FloatArray:
+        return np.array([*self.counts, self.pipelines], dtype=float)
+
+
+@dataclass
+class ChainPool:
+    """Chains found so far, each once."""
+
+    chains: list[Chain] = field(default_factory=list)
+    _seen: set[tuple[object, ...]] = field(default_factory=set)
+
+    def add(self, chain: Chain) -> bool:
+        """Whether the chain is new."""
+        pace = chain.pace
+        key = (chain.micro_batch_size, chain.counts, pace.fill_seconds, pace.period_seconds)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self.chains.append(chain)
+        return True
+
+    def with_tables(self, tables: Sequence[StageTable]) -> ChainPool:
+        """The same chains with the figures of other tables of the same choices."""
+        by_size = {table.micro_batch_size: table for table in tables}
+        pool = ChainPool()
+        for chain in self.chains:
+            pool.add(make_chain(by_size[chain.micro_batch_size], chain.specs))
+        return pool
+
+    def figures(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """(counts and one pipeline, micro-batch sizes, fills, periods)."""
+        return (
+            np.array([(*chain.counts, 1) for chain in self.chains], dtype=float),
+            np.array([chain.micro_batch_size for chain in self.chains], dtype=float),
+            np.array([chain.pace.fill_seconds for chain in self.chains]),
+            np.array([chain.pace.period_seconds for chain in self.chains]),
+        )
+
+
+@dataclass(frozen=True)
+class DevicePrices:
+    """At `seconds`, all devices and pipelines at these prices (samples each) are worth the global batch.
+
+    `amounts` are the fractions of the pool's chains.
+    """
+
+    seconds: float
+    per_device: FloatArray
+    per_pipeline: float
+    amounts: FloatArray
+
+
+@dataclass
+class Intervals:
+    """Intervals of periods of one table that are still worth a look."""
+
+    table: StageTable
+    low: FloatArray
+    high: FloatArray
+
+    @classmethod
+    def of(cls, table: StageTable, *, ratio: float = COARSE) -> Intervals:
+        """All periods that any chain of the table can have."""
+        edges = _period_edges(table, ratio)
+        return cls(table, edges[:-1], edges[1:])
+
+    def priced(self, prices: DevicePrices) -> PricedChains:
+        return PricedChains(
+            self.table, prices.per_device, paces=self.low, limits=self.high, each=prices.per_pipeline
+        )
+
+    def kept(self, which: npt.NDArray[np.bool_], split: npt.NDArray[np.bool_]) -> Intervals:
+        """Some of the intervals, some of these cut in two."""
+        whole, cut = which & ~split, which & split
+        middle = np.sqrt(self.low[cut] * self.high[cut])
+        low = np.concatenate([self.low[whole], self.low[cut], middle])
+        high = np.concatenate([self.high[whole], middle, self.high[cut]])
+        order = np.argsort(low, kind="stable")
+        return Intervals(self.table, low[order], high[order])
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Prices, the chains seen on the way, and intervals that may hold chains worth more than their devices."""
+
+    prices: DevicePrices
+    pool: ChainPool
+    intervals: list[Intervals]
+
+
+def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
+    """The best chains at prices in proportion to speed, and with each kind dearer in turn; may be empty."""
+    pool = ChainPool()
+    guess = first_prices(tables, budget)
+    for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)))):
+        prices = DevicePrices(0.0, guess * tilt, 0.0, np.empty(0))
+        for table in tables:
+            _add_best(Intervals.of(table, ratio=COARSE**2).priced(prices), pool, below=np.inf)
+    return pool
+
+
+def find_prices(
+    tables: Sequence[StageTable], pool: ChainPool, budget: Budget, *, rounds: int, close: float
+) -> Priced:
+    """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the
+    way."""
+    intervals = [Intervals.of(table) for table in tables]
+    guess = first_prices(tables, budget)
+    prices = solve_prices(pool, budget, guess=guess)
+    idle = 0
+    for _ in range(rounds):
+        best, new, nearer = np.inf, 0, []
+        for held in intervals:
+            priced = held.priced(prices)
+            least = priced.seconds.min(axis=1, initial=np.inf)
+            best = min(best, float(least.min(initial=np.inf)))
+            new += _add_best(priced, pool, below=prices.seconds)
+            split = (least < prices.seconds) & (held.high / held.low > FINE)
+            split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
+            nearer.append(held.kept(least < prices.seconds * _NEAR, split))
+        intervals = [held for held in nearer if held.low.size]
+        idle = 0 if new else idle + 1
+        if idle == 2 or best >= prices.seconds * (1 - close):
+            break
+        if new:
+            prices = solve_prices(pool, budget, guess=guess)
+    return Priced(prices, pool, intervals)
+
+
+def first_prices(tables: Sequence[StageTable], budget: Budget) -> FloatArray:
+    """In proportion to the speed of the kinds, a layer's seconds on the best choice of each."""
+    speeds = np.zeros(len(budget.counts))
+    for table in tables:
+        for choice, vector in enumerate(table.counts):
+            kinds = np.flatnonzero(vector)
+            if len(kinds) == 1 and (table.most[:, choice] > 0).any():
+                layer = table.seconds[Role.MIDDLE, choice, 1] - table.seconds[Role.MIDDLE, choice, 0]
+                speed = table.micro_batch_size / max(layer, 1e-30) / vector[kinds[0]]
+                speeds[kinds[0]] = max(speeds[kinds[0]], speed)
+    speeds = np.maximum(speeds, 1e-6 * max(speeds.max(), 1e-30))
+    found: FloatArray = speeds * budget.samples / float(speeds @ np.array(budget.counts))
+    return found
+
+
+def _period_edges(table: StageTable, ratio: float) -> FloatArray:
+    """Geometric edges from the least seconds of any stage to the most; every chain's period lies between."""
+    fitting, seconds = table.fitting(), table.seconds
+    low = float(seconds.min(initial=np.inf, where=fitting))
+    high = float(seconds.max(initial=0.0, where=fitting))
+    if not np.isfinite(low) or high <= 0:
+        return np.empty(1)
+    low = max(low, high * 1e-6)
+    steps = max(1, int(np.ceil(np.log(high / low) / np.log(ratio))))
+    edges: FloatArray = np.geomspace(low, high, steps + 1)
+    # A hair off, so that rounding puts no stage outside.
+    edges[0] *= 1 - 1e-12
+    edges[1:] *= 1 + 1e-12
+    return edges
+
+
+def _add_best(found: PricedChains, pool: ChainPool, *, below: float) -> int:
+    """Add the best chains of the cells that are lowest, if below; how many are new."""
+    seconds = found.seconds
+    least = seconds.min(axis=1, initial=np.inf)
+    cells = [int(cell) for cell in np.argsort(least, kind="stable")[:_MOST_CELLS] if least[cell] < below]
+    return sum(pool.add(found.trace(cell, int(seconds[cell].argmin()) + 1)) for cell in cells)
+
+
+def solve_prices(pool: ChainPool, budget: Budget, *, guess: FloatArray) -> DevicePrices:
+    """The least time at which fractions of the pool's chains end the samples, and the prices there.
+
+    The most samples that fractions end grow with time and are convex in it, so Newton's steps from above stay
+    above and converge. `guess` stands in where all devices are worth nothing.
+    """
+    vectors, sizes, fills, periods = pool.figures()
+    # One chain alone, as often as it goes: a time that is enough.
+    copies = 1 / (vectors / np.maximum(budget.limits, 1e-9)).max(axis=1)
+    seconds = float((fills + periods * np.maximum(0, budget.samples / (sizes * copies) - 1)).min())
+    for _ in range(50):
+        worth = np.where(seconds >= fills, sizes * ((seconds - fills) / periods + 1), 0.0)
+        solution = linear_program(vectors, worth, budget.limits)
+        slope = float(solution.amounts @ np.where(worth > 0, sizes / periods, 0.0))
+        step = (solution.worth - budget.samples) / slope if slope > 0 else 0.0
+        if step <= seconds * 1e-7:
+            break
+        seconds -= step
+    return _normalized(seconds, solution, budget, guess)
+
+
+def _normalized(seconds: float, solution: LinearSolution, budget: Budget, guess: FloatArray) -> DevicePrices:
+    """Prices at which the whole budget is worth the samples exactly."""
+    prices = solution.prices
+    total = float(prices @ budget.limits)
+    if total <= 0:
+        prices = np.append(guess, 0.0)
+        total = float(prices @ budget.limits)
+    prices = prices * (budget.samples / total)
+    return DevicePrices(seconds, prices[:-1], float(prices[-1]), solution.amounts)
