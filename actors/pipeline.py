@@ -66,6 +66,8 @@ class Pipeline:
         make_trainer: MakeTrainer,
     ) -> None:
         self._places = {place.rank: place for place in places}
+        self._turn = asyncio.Condition()
+        self._ended = 0
         self._processes: dict[int, RankProcess] = {}
         self._owed: Counter[int] = Counter()
         self._workers: dict[int, ActorHandle] = {
@@ -84,8 +86,17 @@ class Pipeline:
         return await self._everywhere(lambda worker: worker.start.remote(config, rendezvous))
 
     async def run_iteration(self, iteration: int) -> Outcome:
-        """One iteration on every rank; results are IterationReports."""
-        return await self._everywhere(lambda worker: worker.run_iteration.remote(iteration))
+        """One iteration on every rank; results are IterationReports.
+
+        Ray may start calls of an asynchronous actor out of order, so each waits for the iteration before it.
+        """
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._ended == iteration - 1)
+            try:
+                return await self._everywhere(lambda worker: worker.run_iteration.remote(iteration))
+            finally:
+                self._ended = iteration
+                self._turn.notify_all()
 
     async def save_weights(self, path: Path) -> Outcome:
         return await self._everywhere(lambda worker: worker.save_weights.remote(path))

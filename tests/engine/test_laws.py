@@ -86,7 +86,7 @@ def test_any_plan_trains_as_one_process(rank_pool: RankPool, tokens: Path, plan:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(_DRAWN, max_examples=30, derandomize=True)
+@settings(_DRAWN, max_examples=16, derandomize=True)
 @given(plan=drawn_plans())
 def test_any_of_many_plans_trains_as_one_process(rank_pool: RankPool, tokens: Path, plan: Plan) -> None:
     _check(rank_pool, plan, tokens)

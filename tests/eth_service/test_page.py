@@ -87,7 +87,7 @@ def test_the_page_follows_a_job_from_queue_to_end(
     expect(first.locator(".stage").first).to_contain_text("1 × 910B2")
     expect(second.locator(".stage")).to_contain_text("layers 0–1")
     expect(first.locator(".live")).to_contain_text("6.5 samples/s (predicted 8)")
-    expect(second.locator(".live")).to_contain_text("440 ms (predicted 400 ms)")
+    expect(second.locator(".live")).to_contain_text("440 ms (predicted 390 ms)")
     expect(page.locator("#loss svg")).to_have_attribute(
         "aria-label", "Loss: 5 at iteration 1, 0.625 at iteration 8"
     )
