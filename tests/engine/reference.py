@@ -33,10 +33,17 @@ class Trained:
     parameters: Tensors
 
 
-def train(model: ModelSpec, training: Training, tokens: Path) -> Trained:
-    """Train as one process would, the whole global batch at once; fp32, or bf16 with fp32 master weights."""
-    dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
-    masters = {p.name: initial_parameter(p, model=model, seed=training.seed) for p in model_parameters(model)}
+def train(model: ModelSpec, training: Training, tokens: Path, *, exact: bool = False) -> Trained:
+    """Train as one process would, the whole global batch at once; fp32, or bf16 with fp32 master weights.
+
+    `exact` works in fp64 throughout, which shows how far round-off alone takes fp32.
+    """
+    wide = torch.float64 if exact else torch.float32
+    dtype = torch.bfloat16 if training.precision == "bf16" and not exact else wide
+    masters = {
+        p.name: initial_parameter(p, model=model, seed=training.seed).to(wide)
+        for p in model_parameters(model)
+    }
     optimizer = _adamw(masters, training)
     samples = Samples(
         TokenFile(tokens),
@@ -48,9 +55,9 @@ def train(model: ModelSpec, training: Training, tokens: Path) -> Trained:
     for iteration in range(1, training.steps + 1):
         inputs, labels = samples.batch(iteration, 0, training.global_batch_size)
         leaves = {name: master.to(dtype).detach().requires_grad_() for name, master in masters.items()}
-        loss = F.cross_entropy(logits(model, leaves, inputs).float().flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(logits(model, leaves, inputs).to(wide).flatten(0, 1), labels.flatten())
         loss.backward()
-        gradients = {name: leaf.grad.float() for name, leaf in leaves.items() if leaf.grad is not None}
+        gradients = {name: leaf.grad.to(wide) for name, leaf in leaves.items() if leaf.grad is not None}
         assert gradients.keys() == masters.keys()
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         first = first or {name: gradient.clone() for name, gradient in gradients.items()}
@@ -107,7 +114,8 @@ def _attention(model: ModelSpec, layer: Tensors, x: torch.Tensor) -> torch.Tenso
     )
     scores = torch.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(model.head_size)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    weights = scores.float().masked_fill(~allowed, -math.inf).softmax(dim=-1).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weights = scores.to(wide).masked_fill(~allowed, -math.inf).softmax(dim=-1).to(x.dtype)
     mixed = torch.einsum("bhij,bjhd->bihd", weights, value)
     return _linear(layer, "attention.output", mixed.reshape(samples, length, width))
 
