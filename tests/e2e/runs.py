@@ -98,7 +98,7 @@ class Run:
 
     def leaves_nothing(self) -> bool:
         """Whether every process of the run is gone, given a moment."""
-        return wait_until(lambda: not self.processes(), seconds=30)
+        return wait_until(lambda: not self.processes(), seconds=120)
 
     def _owns(self, pid: int) -> bool:
         try:
