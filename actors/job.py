@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -27,12 +27,24 @@ class Data(Contract):
 
 
 class Optimizer(Contract):
-    """AdamW with decoupled weight decay; norms and biases do not decay."""
+    """AdamW with decoupled weight decay, or SGD with momentum; norms and biases do not decay."""
 
-    name: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = Field(default=1e-8, gt=0)
+    name: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adamw")
+    epsilon: float = Field(default=1e-8, gt=0, description="of adamw")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(default=0.1, ge=0)
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> Self:
+        foreign = {"adamw": ("momentum",), "sgd": ("betas", "epsilon")}[self.name]
+        for field in foreign:
+            # A job that was written out holds every field: what is as it comes says nothing.
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(
+                    f"{field} is not an option of {self.name}; remove it or choose the other optimizer"
+                )
+        return self
 
     @field_validator("betas")
     @classmethod
@@ -43,12 +55,25 @@ class Optimizer(Contract):
 
 
 class LearningRate(Contract):
-    """Linear warm-up to `peak`, then `schedule` down to `minimum` at the last step."""
+    """Linear warm-up to `peak`, then `schedule` down to `minimum` at the last step.
+
+    `wsd` (warm-up, stable, decay) stays at the peak and goes down linearly over the last `decay_steps`.
+    """
 
     peak: float = Field(gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int | None = Field(default=None, ge=1, description="of wsd")
     minimum: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _decay(self) -> Self:
+        if (self.schedule == "wsd") != (self.decay_steps is not None):
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} with schedule = {self.schedule!r}: wsd needs decay_steps, the"
+                " other schedules have none"
+            )
+        return self
 
     def at(self, iteration: int, *, steps: int) -> float:
         """Rate of an iteration counted from 1."""
@@ -57,8 +82,13 @@ class LearningRate(Contract):
         if self.schedule == "constant":
             return self.peak
         # Iteration `steps` is the last, and the first to reach the minimum.
-        done = (iteration - self.warmup_steps) / max(1, steps - self.warmup_steps)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        begin = (
+            self.warmup_steps
+            if self.decay_steps is None
+            else max(self.warmup_steps, steps - self.decay_steps)
+        )
+        done = max(0.0, (iteration - begin) / max(1, steps - begin))
+        left = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
         return self.minimum + (self.peak - self.minimum) * max(0.0, left)
 
 
@@ -76,13 +106,6 @@ class Training(Contract):
     @classmethod
     def _bare_number(cls, value: Any) -> Any:
         return {"peak": value} if isinstance(value, int | float) else value
-
-    @field_validator("precision")
-    @classmethod
-    def _available(cls, value: Precision) -> Precision:
-        if value == "fp16":
-            raise ValueError("precision = 'fp16' is not available yet; use bf16 or fp32")
-        return value
 
 
 class Runtime(Contract):
@@ -102,7 +125,10 @@ class Runtime(Contract):
         default=False, description="refuse operations whose result may differ from run to run"
     )
     timeout_seconds: Seconds = Field(default=60.0, gt=0)
-    on_nan: Literal["stop"] = "stop"
+    on_nan: Literal["stop", "skip", "continue"] = Field(
+        default="stop",
+        description="an iteration whose loss or gradient is not finite: fail, skip its update, go on",
+    )
 
 
 class Emulation(Contract):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,11 @@ class Measurements:
         seconds = wall / self._scale
         row: Row = {
             "iteration": first.iteration,
-            "loss": first.loss,
-            "gradient_norm": first.gradient_norm,
+            "loss": first.loss if math.isfinite(first.loss) else None,
+            "gradient_norm": first.gradient_norm if math.isfinite(first.gradient_norm) else None,
             "learning_rate": first.learning_rate,
+            "skipped": first.skipped,
+            "loss_scale": first.loss_scale,
             "iteration_seconds": seconds,
             "predicted_iteration_seconds": plan.predicted.iteration_seconds if plan.predicted else None,
             "wall_seconds": wall,

@@ -44,6 +44,7 @@ class Prepared:
             tokens=self.tokens,
             timeout_seconds=job.runtime.timeout_seconds,
             deterministic=job.runtime.deterministic,
+            on_nan=job.runtime.on_nan,
         )
 
 
@@ -56,7 +57,7 @@ def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
     """All checks and work that need no Ray, so that most mistakes are told at once. Raises UserError."""
     plan = None
     if isinstance(job.plan, Plan):
-        plan = _emulated(job.plan, job.emulation)
+        plan = emulated_plan(job.plan, job.emulation)
         check_supported(plan)
         plan = _equal(plan) if equal_batches else plan
         check_memory(plan)
@@ -126,6 +127,8 @@ def plan_request(job: Job) -> PlanRequest:
         dtypes=Dtypes(param=job.training.precision, wire=job.runtime.wire_dtype),
         strategy=job.strategy,
         emulation=PlanEmulation(memory_scale=memory_scale),
+        # What the runtime can execute (engine/support.py); operators may be recomputed.
+        zero_stages=(0,),
     )
 
 
@@ -143,7 +146,7 @@ def _equal(plan: Plan) -> Plan:
     return with_equal_batches(plan)
 
 
-def _emulated(plan: Plan, emulation: Emulation | None) -> Plan:
+def emulated_plan(plan: Plan, emulation: Emulation | None) -> Plan:
     """A job's own plan with the job's emulation in place of the plan's, if the job has one."""
     if emulation is None:
         return plan

@@ -106,7 +106,7 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     off = measured / predicted - 1
     parts = [
         f"{row['iteration']:>{len(str(steps))}}/{steps}",
-        f"loss {row['loss']:.4f}",
+        f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss not finite",
         f"{format_seconds(measured)} (predicted {format_seconds(predicted)}, {off:+.0%})",
         f"{_count(row['samples_per_second'])} samples/s",
     ]
@@ -116,6 +116,8 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     ]
     if (share := row.get("late_step_share", 0.0)) > _LATE_SHARE:
         parts.append(f"host late in {share:.0%} of steps")
+    if row.get("skipped"):
+        parts.append(f"skipped (loss scale {row['loss_scale']:g})" if row["loss_scale"] != 1 else "skipped")
     if seconds_left is not None:
         parts.append(f"ETA {_clock(seconds_left)}")
     return "  ".join(parts)

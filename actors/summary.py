@@ -94,10 +94,11 @@ def summarize(
     if not rows:
         return Summary(**common)  # type: ignore[arg-type]
     steady = rows[1:] or rows
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
     return Summary(
         **common,  # type: ignore[arg-type]
-        first_loss=rows[0]["loss"],
-        last_loss=rows[-1]["loss"],
+        first_loss=next(iter(losses), None),
+        last_loss=losses[-1] if losses else None,
         iteration_seconds=median(row["iteration_seconds"] for row in steady),
         predicted_iteration_seconds=rows[-1]["predicted_iteration_seconds"],
         samples_per_second=median(row["samples_per_second"] for row in steady),

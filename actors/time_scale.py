@@ -72,31 +72,38 @@ def _steps(plan: Plan, host: HostSeconds, *, forward_only: bool = False) -> Iter
                 yield device.forward, share * forward
                 if not forward_only:
                     backward = stage.layer_count * host.layer_backward + stage.head * host.head_backward
+                    # Backward replays at most the whole forward of the layers that recompute anything.
+                    backward += max(stage.recompute.values(), default=0) * host.layer_forward
                     yield device.backward, share * backward
 
 
 def measure_host(model: ModelSpec, sequence_length: int) -> HostSeconds:
-    """Time a bare layer and head of the model's shape on one thread of this host."""
+    """Time a layer and the head of the model on one thread of this host."""
     import torch
     from torch import nn
 
+    from actors.engine.model.dropout import Draws
+    from actors.engine.model.layer import causal_mask, make_layer
+    from actors.engine.model.rotary import rotation_table
+
     torch.set_num_threads(1)
-    layer = nn.TransformerEncoderLayer(
-        model.hidden_size,
-        model.heads,
-        model.ffn_hidden_size,
-        dropout=0.0,
-        activation="gelu",
-        batch_first=True,
-        norm_first=True,
-    )
+    cpu = torch.device("cpu")
+    layer = make_layer(model, index=0, tp=1, tp_rank=0)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    constants: dict[str, object] = {
+        "mask": causal_mask(sequence_length, dtype=torch.float32, device=cpu),
+        "draws": Draws(seed=0, iteration=1, first_sample=0),
+    }
+    if model.family == "llama":
+        constants["rotation"] = rotation_table(model, sequence_length, device=cpu)
     head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
     hidden = torch.randn(1, sequence_length, model.hidden_size, requires_grad=True)
     labels = torch.zeros(sequence_length, dtype=torch.int64)
-    mask = nn.Transformer.generate_square_subsequent_mask(sequence_length)
 
     def run_layer() -> torch.Tensor:
-        return layer(hidden, src_mask=mask, is_causal=True).sum()
+        output: torch.Tensor = layer(hidden, constants)
+        return output.sum()
 
     def run_head() -> torch.Tensor:
         return nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels)

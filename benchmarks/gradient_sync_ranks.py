@@ -77,7 +77,7 @@ def run_ranks(function: Any, world_size: int, *arguments: Any) -> list[Any]:
     context = multiprocessing.spawn(
         _serve, args=(function, world_size, store.port, queue, arguments), nprocs=world_size, join=False
     )
-    results = {}
+    results: dict[int, Any] = {}
     while len(results) < world_size:
         while queue.empty():
             context.join(timeout=0.2)

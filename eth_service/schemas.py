@@ -117,6 +117,8 @@ class MetricsRow(BaseModel):
     loss: float | None = None
     gradient_norm: float | None = None
     learning_rate: float | None = None
+    skipped: bool = Field(default=False, description="nothing was updated: a loss or gradient was not finite")
+    loss_scale: float = Field(default=1.0, description="of fp16; 1 otherwise")
     iteration_seconds: float | None = Field(default=None, description="device seconds")
     predicted_iteration_seconds: float | None = None
     wall_seconds: float | None = None

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from actors.engine.support import check_supported
 from actors.job import PYTHON_STDLIB, Job, parse_job
 from eth_service.errors import ProblemError
+from eth_service.feasibility import check_feasible
 from planner.errors import UserError
-from planner.plan import Plan
 
 JSON_TYPE = "application/json"
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -47,16 +46,17 @@ def accept_job(data: object, *, root: Path) -> Job:
     if isinstance(data, dict):
         _confine(data, root)
     job = parse_job(data, base=root)
-    if isinstance(job.plan, Plan):
-        check_supported(job.plan)
     if job.data.path == PYTHON_STDLIB:
+        check_feasible(job)
         return job
     path = (root / job.data.path).resolve()
     if not path.exists():
         raise UserError(
             f"data.path = {job.data.path!r} does not exist under the data root {root}; check the path"
         )
-    return parse_job({**job_document(job), "data": {**job.data.model_dump(), "path": str(path)}}, base=root)
+    placed = parse_job({**job_document(job), "data": {**job.data.model_dump(), "path": str(path)}}, base=root)
+    check_feasible(placed)
+    return placed
 
 
 def job_document(job: Job) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.errors import Contract, UserError
+from planner.errors import Contract, UserError, did_you_mean
 from planner.units import Bytes, BytesPerSecond
 
 Backend = Literal["cpu", "cuda", "npu"]
@@ -21,7 +21,7 @@ class DeviceType(Contract):
     """
 
     backend: Backend
-    peak_tflops: dict[Literal["fp32", "fp16", "bf16"], float] = Field(min_length=1)
+    peak_tflops: dict[Literal["fp32", "fp16", "bf16"], Annotated[float, Field(gt=0)]] = Field(min_length=1)
     memory_bytes: Bytes = Field(gt=0)
     memory_bandwidth: BytesPerSecond
     price_per_hour: float | None = Field(default=None, ge=0, description="for one device, any currency")
@@ -135,6 +135,6 @@ def lookup(name: str) -> tuple[str, DeviceType]:
     if known is None:
         raise UserError(
             f"device type {name!r} is not known; use one of {', '.join(CATALOGUE)}"
-            " or describe it under device_types in the cluster file"
+            f" or describe it under device_types in the cluster file{did_you_mean(name, CATALOGUE)}"
         )
     return known, CATALOGUE[known]

@@ -224,6 +224,10 @@ def from_short_form(text: str) -> Cluster:
             match = _PART.match(piece.strip())
             if match is None:
                 raise UserError(f"cluster = {text!r}: {piece.strip()!r} is not devices : type, as in 8:910B2")
+            if not int(match[1]):
+                raise UserError(
+                    f"cluster = {text!r}: {piece.strip()!r} is no device; give a node at least one"
+                )
             devices.append({"count": int(match[1]), "type": match[2]})
         nodes.append({"count": int(group[1]), "devices": devices})
     return parse(Cluster, {"nodes": nodes}, source=f"cluster {text!r}")

@@ -7,7 +7,7 @@ other nodes at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,12 +52,16 @@ def choose_reduction(links: Links, members: Sequence[Device], *, numel: int, ele
     Slices are equal, so a message that a node's members do not divide is not cut into them.
     """
     nodes, message_bytes = _by_node(members), numel * element_bytes
-    best = Reduction("flat", nodes, flat_seconds(links, members, message_bytes=message_bytes))
+
+    def ring(group: Sequence[Device], size: float) -> float:
+        return flat_seconds(links, group, message_bytes=size)
+
+    best = Reduction("flat", nodes, ring(members, message_bytes))
     if len(nodes) < 2 or len(nodes) == len(members):
         return best
-    options = [Reduction("leader", nodes, _leader_seconds(links, members, nodes, message_bytes))]
+    options = [Reduction("leader", nodes, _leader_seconds(links, members, nodes, message_bytes, ring))]
     if len({len(node) for node in nodes}) == 1 and numel % len(nodes[0]) == 0:
-        options.append(Reduction("slices", nodes, _slices_seconds(links, members, nodes, message_bytes)))
+        options.append(Reduction("slices", nodes, _slices_seconds(members, nodes, message_bytes, ring)))
     return min([best, *options], key=lambda option: option.seconds)
 
 
@@ -76,23 +80,59 @@ def _by_node(members: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, positions.values()))
 
 
+Ring = Callable[[Sequence[Device], float], float]
+"""Seconds of one ring all-reduce of so many bytes over some devices."""
+
+
+def reduction_seconds(
+    reduction: Reduction, links: Links, members: Sequence[Device], *, message_bytes: float, ring: Ring
+) -> float:
+    """Seconds of an all-reduce in the way that `reduction` chose, its rings priced by `ring`."""
+    if reduction.algorithm == "slices":
+        return _slices_seconds(members, reduction.nodes, message_bytes, ring)
+    if reduction.algorithm == "leader":
+        return _leader_seconds(links, members, reduction.nodes, message_bytes, ring)
+    return ring(members, message_bytes) if len(members) > 1 else 0.0
+
+
+def half_seconds(
+    reduction: Reduction, links: Links, members: Sequence[Device], *, message_bytes: float, ring: Ring
+) -> float:
+    """Seconds of reducing a message so that each member has its equal shard of the sum; or, the same way
+    back, of gathering one from shards. Two such halves are an all-reduce.
+
+    `message_bytes` are those of the whole message. Leaders also hand the shards of their nodes out.
+    """
+    half = reduction_seconds(reduction, links, members, message_bytes=message_bytes, ring=ring) / 2
+    if reduction.algorithm != "leader":
+        return half
+    shard = message_bytes / len(members)
+    hand_out = 0.0
+    for node in reduction.nodes:
+        if len(node) > 1:
+            link = _slowest(links, [members[i] for i in node], shard)
+            hand_out = max(hand_out, (len(node) - 1) * link.seconds(shard))
+    return half + hand_out
+
+
 def _slices_seconds(
-    links: Links, members: Sequence[Device], nodes: Sequence[Sequence[int]], message_bytes: float
+    members: Sequence[Device], nodes: Sequence[Sequence[int]], message_bytes: float, ring: Ring
 ) -> float:
     size = len(nodes[0])
     # Reduce-scatter and all-gather of a node are the two halves of its ring all-reduce.
-    inside = max(
-        flat_seconds(links, [members[i] for i in node], message_bytes=message_bytes) for node in nodes
-    )
+    inside = max(ring([members[i] for i in node], message_bytes) for node in nodes)
     between = max(
-        flat_seconds(links, [members[i] for i in group], message_bytes=message_bytes / size)
-        for group in zip(*nodes, strict=True)
+        ring([members[i] for i in group], message_bytes / size) for group in zip(*nodes, strict=True)
     )
     return inside + between
 
 
 def _leader_seconds(
-    links: Links, members: Sequence[Device], nodes: Sequence[Sequence[int]], message_bytes: float
+    links: Links,
+    members: Sequence[Device],
+    nodes: Sequence[Sequence[int]],
+    message_bytes: float,
+    ring: Ring,
 ) -> float:
     inside = 0.0
     for node in nodes:
@@ -101,8 +141,7 @@ def _leader_seconds(
             # Reduce and broadcast pass the message along the node's members in a pipeline.
             once = (len(node) - 1) * link.latency + message_bytes / link.bandwidth
             inside = max(inside, 2 * once)
-    leaders = [members[node[0]] for node in nodes]
-    return inside + flat_seconds(links, leaders, message_bytes=message_bytes)
+    return inside + ring([members[node[0]] for node in nodes], message_bytes)
 
 
 def _slowest(links: Links, members: Sequence[Device], message_bytes: float) -> Link:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.cost.ideal import DeviceSpeeds
 from planner.cost.stages import StageCost
-from planner.errors import UserError
+from planner.errors import UserError, did_you_mean
 from planner.explain import Terms, terms_of
 from planner.plan import Plan
 from planner.profile.analytic import AnalyticProfile
@@ -33,6 +34,11 @@ class Row:
         """Predicted seconds an iteration."""
         return self.plan.predicted.iteration_seconds if self.plan and self.plan.predicted else None
 
+    @property
+    def cost(self) -> float | None:
+        """Of a million tokens, where the devices have prices."""
+        return self.plan.predicted.cost_per_million_tokens if self.plan and self.plan.predicted else None
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -42,20 +48,25 @@ class Comparison:
     ideal_seconds: float
     achieved_flops: dict[str, float]
     """FLOP/s that a device of each type achieves at its best."""
+    objective: Literal["time", "cost"] = "time"
+    """What the plans were made for, and what ratios are of."""
 
     @property
     def reference(self) -> Row | None:
-        """The row that the others are compared with: `eth`, or the quickest where it was not asked for."""
-        known = [row for row in self.rows if row.seconds is not None]
-        named = [row for row in known if row.strategy == REFERENCE]
-        return named[0] if named else min(known, key=lambda row: row.seconds or 0.0, default=None)
+        """The row that the others are compared with: `eth`, or the best where it was not asked for."""
+        known = [(figure, row) for row in self.rows if (figure := self._figure(row)) is not None]
+        named = [row for _, row in known if row.strategy == REFERENCE]
+        return named[0] if named else min(known, key=lambda one: one[0], default=(0.0, None))[1]
 
     def ratio(self, row: Row) -> float | None:
-        """How many times as long as the reference's iteration the row's is."""
+        """How many times as long as the reference's iteration, or as dear as its tokens, the row's are."""
         reference = self.reference
-        if reference is None or reference.seconds is None or row.seconds is None:
-            return None
-        return row.seconds / reference.seconds
+        own = self._figure(row)
+        best = None if reference is None else self._figure(reference)
+        return own / best if own is not None and best else None
+
+    def _figure(self, row: Row) -> float | None:
+        return row.seconds if self.objective == "time" else row.cost
 
     def main_difference(self, row: Row) -> tuple[str, float] | None:
         """The term that adds most to what the row takes longer than the reference, and its seconds."""
@@ -81,7 +92,7 @@ def compare(
     if unknown:
         raise UserError(
             f"strategies = {','.join(strategies)!r}: {unknown[0]!r} is not known;"
-            f" use some of {', '.join(strategy_names())}"
+            f" use some of {', '.join(strategy_names())}{did_you_mean(unknown[0], strategy_names())}"
         )
     table = profile or AnalyticProfile(request.model, request.cluster.device_types)
     speeds = device_speeds(request, table)
@@ -90,6 +101,7 @@ def compare(
         tuple(rows),
         ideal_seconds=request.global_batch_size / speeds.samples_per_second,
         achieved_flops={type_: speeds.achieved_flops(type_) for type_ in request.cluster.counts},
+        objective=request.objective,
     )
 
 

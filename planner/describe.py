@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from planner.operators import layer_operators
 from planner.plan import PipelinePlan, Plan, PredictedPipeline, PredictedStage, StagePlan
 from planner.units import format_seconds
+
+# How Table 3 of the paper shortens operators, and the others in its manner.
+_OPERATOR_LETTERS = {
+    "attention_norm": "AN",
+    "qkv": "Qkv",
+    "rotary": "Rot",
+    "scores": "Sco",
+    "softmax": "AS",
+    "attention_dropout": "AD",
+    "context": "Ctx",
+    "attention_output": "AO",
+    "attention_residual": "AR",
+    "mlp_norm": "MN",
+    "mlp_up": "Up",
+    "mlp_gate_up": "GU",
+    "activation": "Act",
+    "mlp_down": "Dn",
+    "mlp_residual": "MR",
+}
 
 
 @dataclass(frozen=True)
@@ -91,29 +112,118 @@ def device_names(plan: Plan, stage: StagePlan) -> str:
     return " + ".join(f"{name} x {count}" for name, count in counts.items())
 
 
+def recompute_words(plan: Plan, stage: StagePlan) -> str:
+    """`4 AS, 4 AD` as in the paper's Table 3: so many layers of each operator; `none`, or `all` of every layer."""
+    counts = {operator: count for operator, count in stage.recompute.items() if count}
+    if not counts:
+        return "none"
+    operators = layer_operators(plan.model)
+    if all(counts.get(operator) == stage.layer_count for operator in operators):
+        return "all"
+    return ", ".join(f"{counts[name]} {_OPERATOR_LETTERS[name]}" for name in operators if name in counts)
+
+
+def recompute_legend(plan: Plan) -> str:
+    """What the letters of `recompute_words` stand for; empty if no stage shows any."""
+    used = {
+        name
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        if recompute_words(plan, stage) not in ("none", "all")
+        for name, count in stage.recompute.items()
+        if count
+    }
+    known = (name for name in layer_operators(plan.model) if name in used)
+    words = ", ".join(f"{_OPERATOR_LETTERS[name]} {name.replace('_', ' ')}" for name in known)
+    return f"Recomputed in backward: {words}." if words else ""
+
+
+def zero_words(plan: Plan) -> str:
+    """What ZeRO shards, in a line; empty at stage 0."""
+    if not plan.zero_stage:
+        return ""
+    shared = "optimizer state" + (" and gradients inside a stage" if plan.zero_stage == 2 else "")
+    scope = "of all pipelines" if plan.zero_scope == "all" else "of a pipeline"
+    return f"ZeRO {plan.zero_stage}: {shared} sharded over the devices {scope} that hold the same parameters."
+
+
+def used_words(plan: Plan) -> str:
+    """Devices that the plan uses, by type."""
+    used = Counter(
+        plan.cluster.device_by_id[device].type for pipeline in plan.pipelines for device in pipeline.devices
+    )
+    return ", ".join(f"{count} x {type_}" for type_, count in used.items())
+
+
+def idle_words(plan: Plan, *, most: int) -> str:
+    """Idle devices by type, with their names up to `most` of them."""
+    counts = Counter(plan.cluster.device_by_id[device].type for device in plan.idle_devices)
+    words = ", ".join(f"{count} x {type_}" for type_, count in counts.items())
+    if len(plan.idle_devices) <= most:
+        return f"{words} ({', '.join(plan.idle_devices)})"
+    return f"{words} ({plan.idle_devices[0]} ... {plan.idle_devices[-1]})"
+
+
 def search_words(plan: Plan) -> str:
     """What the search did, in one line; empty if the plan was not searched for."""
     search = plan.search
-    if search and "columns" in search:
-        return (
-            f"{search['seconds']:.2f} s: {search['chains']} pipelines, {search['columns']} device counts,"
-            f" {search['columns_made']} of them worked out, {search['candidates']} plans priced;"
-            f" bound in {search['bound_seconds']:.2f} s"
-        )
-    if not search or "stages_seen" not in search:
+    if not search or "seconds" not in search:
+        return ""
+    found = [words for words in (_parts_words(search), _seen_words(search)) if words]
+    if not found:
+        return ""
+    seconds, by = f"{search['seconds']:.2f} s", search.get("found_by")
+    bound = f"; bound in {search['bound_seconds']:.2f} s" if search.get("bound_seconds") else ""
+    return f"{seconds}: {'; '.join(found)}{bound}." + (f" Found by {by}." if by else "")
+
+
+def _parts_words(search: dict[str, Any]) -> str:
+    """Parts of the cluster that the objective cost had planned."""
+    if "sub_clusters" not in search:
         return ""
     return (
-        f"{search['seconds']:.2f} s: {search['device_groups']} device groups,"
-        f" {search['device_groups_priced']} priced in full;"
-        f" {search['pipelines_searched']} pipelines searched, {search['pipeline_cache_hits']} from the cache;"
-        f" {search['stages_seen']} stages seen,"
-        f" {search['branches_cut']} branches cut"
+        f"{search['sub_clusters_planned']} of {search['sub_clusters']} parts of the cluster planned,"
+        f" {search['sub_clusters_ruled_out']} ruled out by what they cost at least"
     )
+
+
+def _seen_words(search: dict[str, Any]) -> str:
+    """Candidates seen, skipped and taken from the cache, of the search whose plan it is."""
+    if "columns" in search:
+        return (
+            f"{search['chains']} pipelines, {search['columns']} device counts,"
+            f" {search['columns_made']} of them worked out, {search['candidates']} plans priced"
+        )
+    if "device_groups_seen" in search:
+        return (
+            f"{search['device_groups_seen']} device groups, {search['device_groups_skipped']} of them skipped;"
+            f" {search['pipelines_searched']} pipelines searched, {search['cache_hits']} from the cache;"
+            f" {search['plans_priced']} plans priced"
+        )
+    if "stages_seen" in search:
+        return (
+            f"{search['device_groups']} device groups, {search['device_groups_priced']} priced in full;"
+            f" {search['pipelines_searched']} pipelines searched, {search['pipeline_cache_hits']} from the cache;"
+            f" {search['stages_seen']} stages seen, {search['branches_cut']} branches cut"
+        )
+    if "sketches_seen" in search:
+        return (
+            f"{search['sketches_seen']} configurations seen, {search['sketches_settled']} that fit worked out,"
+            f" {search['plans_priced']} plans priced"
+        )
+    return ""
 
 
 def gap_words(plan: Plan) -> str:
     """How much better any other plan could be; empty if no bound is known."""
     predicted = plan.predicted
+    if predicted is not None and predicted.lower_bound_cost_per_million_tokens:
+        least, cost = predicted.lower_bound_cost_per_million_tokens, predicted.cost_per_million_tokens
+        assert cost is not None
+        return (
+            f"No plan that is fast enough costs less than {least:.4g} per million tokens: this one costs at most"
+            f" {cost / least - 1:.1%} more than the cheapest."
+        )
     if predicted is None or not predicted.lower_bound_seconds:
         return ""
     gap = predicted.iteration_seconds / predicted.lower_bound_seconds - 1
@@ -159,13 +269,12 @@ def _stage_rows(plan: Plan, pipeline: PipelinePlan, predicted: PredictedPipeline
 
 def _look(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
     rows = str(stage.rows[0]) if len(set(stage.rows)) == 1 else ",".join(map(str, stage.rows))
-    recompute = ", ".join(f"{count} {operator}" for operator, count in stage.recompute.items() if count)
     return (
         device_names(plan, stage),
         f"{stage.tp}/{stage.dp}",
         rows,
         str(stage.layer_count),
-        recompute or "none",
+        recompute_words(plan, stage),
     )
 
 

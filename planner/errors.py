@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,6 +18,13 @@ class UserError(ValueError):
     The message is one line that names the field, the value and the remedy. Command lines print it
     as it is and exit with code 2; the REST service answers with it as a problem's detail.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to end the message on a name that is not known with; empty where no known one is near."""
+    folded = {other.lower(): other for other in known}
+    near = get_close_matches(name.strip().lower(), list(folded), n=1, cutoff=0.6)
+    return f"; did you mean {folded[near[0]]!r}?" if near else ""
 
 
 class Contract(BaseModel):
@@ -92,6 +100,8 @@ def _describe(problem: Mapping[str, Any]) -> str:
         return f"{field} is missing; add it"
     if problem["type"] == "value_error":
         return f"{field}: {message}" if field else message
+    if problem["type"] == "too_short" and not problem["input"]:
+        return f"{field} is empty; give at least one entry"
     shown = repr(problem["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     if not field:

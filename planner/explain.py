@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 
 from planner.cost.ideal import DeviceSpeeds
+from planner.cost.layer_flow import recompute_of
 from planner.cost.pipeline import stage_end_seconds
 from planner.cost.price import pipeline_stages
-from planner.cost.stages import StageCost, StageSeconds
+from planner.cost.stages import StageCost, StageSeconds, stage_shape
 from planner.describe import compute_end_seconds, device_names
 from planner.plan import PipelinePlan, Plan
 from planner.profile.table import ProfileTable
@@ -33,8 +34,10 @@ class Terms:
     * `pipeline_imbalance`: pipelines that end before the last one;
     * `stage_imbalance`: stages, and replicas of a stage, that wait for a slower one at every micro-batch;
     * `bubbles`: filling and draining the pipelines;
+    * `recompute`: replaying in backward what memory had no room for;
     * `tensor_parallel`: collectives inside TP groups; `exchange`: receiving from neighbouring stages;
-    * `gradient_sync`: from the last backward to the end of the last gradient block;
+    * `gradient_sync`: from the last backward to the end of the last gradient block, and under ZeRO gathering
+      the parameters after the step; `gradient_scatter`: ZeRO-2's reduce-scatter at every micro-batch;
     * `optimizer`: the optimizer's step; `idle_devices`: devices that no stage uses.
     """
 
@@ -43,9 +46,11 @@ class Terms:
     pipeline_imbalance: float = 0.0
     stage_imbalance: float = 0.0
     bubbles: float = 0.0
+    recompute: float = 0.0
     tensor_parallel: float = 0.0
     exchange: float = 0.0
     gradient_sync: float = 0.0
+    gradient_scatter: float = 0.0
     optimizer: float = 0.0
     idle_devices: float = 0.0
 
@@ -64,7 +69,8 @@ class Terms:
 # Terms by what would have to be better for them to shrink.
 CAUSES: dict[str, tuple[str, ...]] = {
     "compute": ("ideal", "operators", "optimizer"),
-    "link": ("tensor_parallel", "exchange", "gradient_sync"),
+    "memory": ("recompute",),
+    "link": ("tensor_parallel", "exchange", "gradient_sync", "gradient_scatter"),
     "granularity": ("pipeline_imbalance", "stage_imbalance", "bubbles", "idle_devices"),
 }
 
@@ -159,6 +165,8 @@ def _stage_spent(
     speeds: DeviceSpeeds,
 ) -> Iterator[tuple[int, float, dict[str, float]]]:
     planned, count = pipeline.stages[number], pipeline.micro_batches
+    recompute = recompute_of(planned.recompute)
+    scatter = cost.scatter_seconds(stage_shape(planned, plan.cluster, zero_stage=plan.zero_stage))
     alike: Counter[tuple[str, int]] = Counter()
     for replica, rows in enumerate(planned.rows):
         alike[plan.cluster.device_by_id[planned.tp_group(replica)[0]].type, rows] += planned.tp
@@ -174,13 +182,22 @@ def _stage_spent(
             ).total
             for one in (cost, speeds.without_transfers)
         )
-        waits = (period - stage.step.total) + (stage.step.total - stage.receive.total - whole)
+        replay = cost.replay_seconds(
+            device_type=type_,
+            tp=planned.tp,
+            rows=rows,
+            layers=planned.layer_count,
+            recompute=recompute,
+        )
+        waits = period - stage.receive.total - whole - replay - scatter
         yield (
             devices,
             1 / speeds.device_seconds(type_),
             outside
             | {
                 "operators": count * operators,
+                "recompute": count * replay,
+                "gradient_scatter": count * scatter,
                 "tensor_parallel": count * (whole - operators),
                 "exchange": count * stage.receive.total,
                 "stage_imbalance": count * waits,

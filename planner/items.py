@@ -1,13 +1,14 @@
-"""A plan's price item by item: stages, pipelines, gradient collectives, optimizer (Eq. 5)."""
+"""A plan's price item by item: stages, pipelines, gradient collectives, optimizer, gathering (Eq. 5)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.gradient import CallTime, schedule_calls, slowest_optimizer_seconds
+from planner.cost.gradient import CallTime, finish
 from planner.cost.pipeline import stage_end_seconds
-from planner.cost.price import fullest_device, memory_model, pipeline_stages
-from planner.cost.stages import StageCost, StageSeconds
+from planner.cost.plan_memory import PlanMemory
+from planner.cost.price import pipeline_stages, plan_shapes
+from planner.cost.stages import StageCost
 from planner.plan import PipelinePlan, Plan
 from planner.profile.analytic import PRECISION_BYTES
 from planner.profile.table import ProfileTable
@@ -15,10 +16,15 @@ from planner.profile.table import ProfileTable
 
 @dataclass(frozen=True)
 class StageItems:
-    """Seconds of one micro-batch on the slowest replica, receiving apart; bytes of the fullest device."""
+    """Seconds of one micro-batch on the slowest replica, receiving apart; bytes of the fullest device.
+
+    Backward includes `recompute`, which replays operators, and `scatter`, ZeRO-2's reduce-scatter.
+    """
 
     forward: float
     backward: float
+    recompute: float
+    scatter: float
     receive_forward: float
     receive_backward: float
     end: float
@@ -69,11 +75,13 @@ class GradientItem:
 
 @dataclass(frozen=True)
 class PlanItems:
-    """The whole iteration: it ends when the last collective and then the optimizer's step have ended."""
+    """The whole iteration: it ends when the last collective, then the optimizer's step, and under ZeRO then
+    the gathering of parameters have ended."""
 
     pipelines: tuple[PipelineItems, ...]
     gradients: tuple[GradientItem, ...]
     optimizer: float
+    gather: float
 
     @property
     def backward_end(self) -> float:
@@ -85,39 +93,40 @@ class PlanItems:
 
     @property
     def iteration(self) -> float:
-        return self.gradient_end + self.optimizer
+        return self.gradient_end + self.optimizer + self.gather
 
 
 def items_of(plan: Plan, *, profile: ProfileTable | None = None) -> PlanItems:
     """The items of a plan, worked out from the plan alone."""
     cost = StageCost.of_plan(plan, profile=profile)
     pipelines = tuple(
-        _pipeline_items(plan, index, pipeline, pipeline_stages(plan, index, cost))
-        for index, pipeline in enumerate(plan.pipelines)
+        _pipeline_items(plan, index, pipeline, cost) for index, pipeline in enumerate(plan.pipelines)
     )
     ready = [pipelines[place.pipeline].stages[place.stage].end for place in plan.ranks]
     width = PRECISION_BYTES[plan.dtypes.wire]
-    calls = schedule_calls(plan, ready, cost=cost)
+    last = finish(plan, ready, cost=cost)
     return PlanItems(
         pipelines,
-        tuple(_gradient_item(time, width) for time in calls if len(time.call.holders) > 1),
-        slowest_optimizer_seconds(plan, cost.profile),
+        tuple(_gradient_item(time, width) for time in last.calls if len(time.call.holders) > 1),
+        last.optimizer_seconds,
+        last.gather_seconds,
     )
 
 
-def _pipeline_items(
-    plan: Plan, index: int, pipeline: PipelinePlan, stages: list[StageSeconds]
-) -> PipelineItems:
+def _pipeline_items(plan: Plan, index: int, pipeline: PipelinePlan, cost: StageCost) -> PipelineItems:
+    stages, shapes = pipeline_stages(plan, index, cost), plan_shapes(plan, index)
     steps = [stage.step for stage in stages]
     ends = stage_end_seconds(steps, micro_batches=pipeline.micro_batches)
-    memory = memory_model(plan)
+    memory = PlanMemory(plan)
     found = []
     for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
-        _, needed, device = fullest_device(plan, index, number, memory)
+        _, needed, device = memory.fullest(index, number)
         found.append(
             StageItems(
                 forward=stage.step.forward - stage.receive.forward,
                 backward=stage.step.backward - stage.receive.backward,
+                recompute=cost.stage_replay_seconds(shapes[number]),
+                scatter=cost.scatter_seconds(shapes[number]),
                 receive_forward=stage.receive.forward,
                 receive_backward=stage.receive.backward,
                 end=end,

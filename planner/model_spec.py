@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from planner.errors import Contract, UserError, parse, read_yaml
+from planner.errors import Contract, UserError, did_you_mean, parse, read_yaml
+from planner.hugging_face import model_fields
 
 Family = Literal["gpt3", "llama"]
+
+
+class RopeScaling(Contract):
+    """How rotary positions reach beyond the length that a model was first trained on.
+
+    `linear` slows every rotation by `factor`. `llama3` slows those pairs of a head that turn less than
+    `low_turns` times over `original_sequence_length`, leaves those that turn more than `high_turns` times,
+    and mixes between.
+    """
+
+    type: Literal["linear", "llama3"]
+    factor: float = Field(ge=1.0)
+    low_turns: float = Field(default=1.0, gt=0.0, description="llama3 only")
+    high_turns: float = Field(default=4.0, gt=0.0, description="llama3 only")
+    original_sequence_length: int = Field(default=8192, ge=1, description="tokens; llama3 only")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.high_turns <= self.low_turns:
+            raise ValueError(
+                f"high_turns = {self.high_turns} must be more than low_turns = {self.low_turns}; raise it"
+            )
+        return self
 
 
 class ModelSpec(Contract):
@@ -22,17 +45,19 @@ class ModelSpec(Contract):
 
     name: str = Field(min_length=1)
     family: Family = "gpt3"
-    layers: int = Field(ge=1, le=100_000)
-    hidden_size: int = Field(ge=1)
-    heads: int = Field(ge=1)
+    # Ten times what the largest models have; what is beyond that is a slip of the pen.
+    layers: int = Field(ge=1, le=1_000)
+    hidden_size: int = Field(ge=1, le=2**18)
+    heads: int = Field(ge=1, le=2**12)
     kv_heads: int = Field(default=0, ge=0, description="key/value heads; 0 means as many as `heads`")
-    ffn_hidden_size: int = Field(default=0, ge=0, description="0 means 4 x hidden_size")
-    vocab_size: int = Field(ge=2)
-    max_sequence_length: int = Field(ge=1, description="positions the model knows, in tokens")
+    ffn_hidden_size: int = Field(default=0, ge=0, le=2**20, description="0 means 4 x hidden_size")
+    vocab_size: int = Field(ge=2, le=2**24)
+    max_sequence_length: int = Field(ge=1, le=2**24, description="positions the model knows, in tokens")
     tied_embedding: bool = True
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     norm_epsilon: float = Field(default=1e-5, gt=0.0)
     rope_base: float = Field(default=10_000.0, gt=0.0, description="llama only")
+    rope_scaling: RopeScaling | None = Field(default=None, description="llama only; null means none")
 
     @model_validator(mode="before")
     @classmethod
@@ -54,6 +79,13 @@ class ModelSpec(Contract):
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+        if self.family == "llama" and self.head_size % 2:
+            raise ValueError(
+                f"heads = {self.heads} of hidden_size = {self.hidden_size} are {self.head_size} wide, but rotary"
+                " positions turn pairs; choose fewer heads or a larger hidden_size"
+            )
+        if self.family != "llama" and self.rope_scaling is not None:
+            raise ValueError("rope_scaling is of family llama only; leave it out")
         return self
 
     @property
@@ -88,7 +120,25 @@ def _llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: 
     )
 
 
-def _tiny(name: str, layers: int, hidden: int, heads: int, family: Family = "gpt3") -> ModelSpec:
+def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        family="llama",
+        layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=8,
+        ffn_hidden_size=ffn,
+        vocab_size=128_256,
+        max_sequence_length=8192,
+        tied_embedding=False,
+        rope_base=500_000.0,
+    )
+
+
+def _tiny(
+    name: str, layers: int, hidden: int, heads: int, family: Family = "gpt3", kv_heads: int = 0
+) -> ModelSpec:
     # 257 tokens: the bytes and an end-of-document mark, as the byte-level tokenizer makes them.
     return ModelSpec(
         name=name,
@@ -96,6 +146,7 @@ def _tiny(name: str, layers: int, hidden: int, heads: int, family: Family = "gpt
         layers=layers,
         hidden_size=hidden,
         heads=heads,
+        kv_heads=kv_heads,
         vocab_size=257,
         max_sequence_length=512,
         tied_embedding=family == "gpt3",
@@ -115,10 +166,13 @@ PRESETS: dict[str, ModelSpec] = {
         _llama("llama2-7b", 32, 4096, 32, 32, 11_008),
         _llama("llama2-13b", 40, 5120, 40, 40, 13_824),
         _llama("llama2-70b", 80, 8192, 64, 8, 28_672),
+        _llama3("llama3-8b", 32, 4096, 32, 14_336),
+        _llama3("llama3-70b", 80, 8192, 64, 28_672),
         _tiny("gpt3-nano", 2, 32, 4),
         _tiny("gpt3-tiny", 4, 64, 4),
         _tiny("gpt3-small-cpu", 8, 128, 4),
         _tiny("llama2-tiny", 4, 64, 4, "llama"),
+        _tiny("llama3-tiny", 4, 64, 4, "llama", kv_heads=2),
     )
 }
 
@@ -143,6 +197,7 @@ def resolve_model(value: object, *, base: Path | None = None) -> ModelSpec:
     if not path.exists():
         raise UserError(
             f"model = {value!r} is neither a preset nor a file; presets: {', '.join(sorted(PRESETS))}"
+            f"{did_you_mean(value, PRESETS)}"
         )
     data = read_yaml(path, what="model")
     if isinstance(data, dict) and "model_type" in data:
@@ -153,48 +208,6 @@ def resolve_model(value: object, *, base: Path | None = None) -> ModelSpec:
 def from_hugging_face(config: dict[str, Any], *, name: str) -> ModelSpec:
     """The ModelSpec of a Hugging Face `config.json` of type `gpt2` or `llama`.
 
-    Raises UserError for another `model_type` or a key that is missing.
+    Raises UserError for another `model_type`, a key that is missing, or a value that no ModelSpec can say.
     """
-    kind = config.get("model_type")
-    try:
-        if kind == "gpt2":
-            return parse(
-                ModelSpec,
-                {
-                    "name": name,
-                    "layers": config["n_layer"],
-                    "hidden_size": config["n_embd"],
-                    "heads": config["n_head"],
-                    "ffn_hidden_size": config.get("n_inner") or 0,
-                    "vocab_size": config["vocab_size"],
-                    "max_sequence_length": config["n_positions"],
-                    "tied_embedding": config.get("tie_word_embeddings", True),
-                    "dropout": config.get("resid_pdrop", 0.0),
-                    "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-                },
-                source=f"{name}/config.json",
-            )
-        if kind == "llama":
-            return parse(
-                ModelSpec,
-                {
-                    "name": name,
-                    "family": "llama",
-                    "layers": config["num_hidden_layers"],
-                    "hidden_size": config["hidden_size"],
-                    "heads": config["num_attention_heads"],
-                    "kv_heads": config.get("num_key_value_heads", 0),
-                    "ffn_hidden_size": config["intermediate_size"],
-                    "vocab_size": config["vocab_size"],
-                    "max_sequence_length": config["max_position_embeddings"],
-                    "tied_embedding": config.get("tie_word_embeddings", False),
-                    "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-                    "rope_base": config.get("rope_theta", 10_000.0),
-                },
-                source=f"{name}/config.json",
-            )
-    except KeyError as error:
-        raise UserError(
-            f"{name}/config.json: key {error.args[0]!r} is missing for model_type {kind!r}"
-        ) from None
-    raise UserError(f"{name}/config.json: model_type = {json.dumps(kind)} is not known; use gpt2 or llama")
+    return parse(ModelSpec, model_fields(config, name=name), source=f"{name}/config.json")

@@ -39,6 +39,14 @@ LLAMA_OPERATORS = (
     "mlp_residual",
 )
 
+# Where each operator stands in forward order, in any family: a plain MLP's first product is where a gated one's is.
+OPERATOR_ORDER = {name: index for index, name in enumerate(LLAMA_OPERATORS)} | {
+    "mlp_up": LLAMA_OPERATORS.index("mlp_gate_up")
+}
+
+# Under TP each rank has a part of their result, which an all-reduce sums.
+SUMMED_OPERATORS = ("attention_output", "mlp_down")
+
 
 def layer_operators(model: ModelSpec) -> tuple[str, ...]:
     """Names of a layer's operators, in forward order."""

@@ -86,12 +86,14 @@ class PredictedStage(Contract):
     """Seconds for one micro-batch of the slowest replica; bytes of the fullest device of the stage.
 
     `exchange_seconds` is the part of forward and backward spent receiving from neighbours;
-    `all_reduce_seconds` is when the stage's last gradient block ends, after its own last backward.
+    `recompute_seconds` the part of backward spent replaying operators; `all_reduce_seconds` is when the
+    stage's last gradient block ends, after its own last backward.
     """
 
     forward_seconds: float
     backward_seconds: float
     exchange_seconds: float
+    recompute_seconds: float = 0.0
     all_reduce_seconds: float
     end_seconds: float
     tensor_bytes: int
@@ -105,14 +107,27 @@ class PredictedPipeline(Contract):
 
 
 class Bound(Contract):
-    """What `lower_bound_seconds` bounds: the price it is a bound of, and what was relaxed to get it."""
+    """What the lower bound bounds: the price it is a bound of, and what was relaxed to get it."""
 
     price: Literal["eq5", "replay"] = "eq5"
     relaxations: tuple[str, ...] = ()
 
 
+class CollectiveSources(Contract):
+    """How many collectives (calls of gradients, or stages with TP) were priced by what: measured times, the
+    link formula, or not at all since the profile's operators include them."""
+
+    measured: int = 0
+    links: int = 0
+    operators: int = 0
+
+
 class Predicted(Contract):
-    """The price of a plan: Eq. 5 plus gradient blocks; `simulated_seconds` is the event simulator's."""
+    """The price of a plan: Eq. 5 plus gradient blocks; `simulated_seconds` is the event simulator's.
+
+    Costs are of the devices used, where all have a price; a plan for the objective cost has a bound of its
+    cost in place of one of its time.
+    """
 
     iteration_seconds: float
     simulated_seconds: float | None = None
@@ -120,7 +135,13 @@ class Predicted(Contract):
     lower_bound_seconds: float | None = None
     bound: Bound | None = None
     cost_per_million_tokens: float | None = None
+    lower_bound_cost_per_million_tokens: float | None = None
     optimizer_seconds: float = 0.0
+    gather_seconds: float = Field(
+        default=0.0, description="after the optimizer's step on shards (ZeRO): gathering the parameters"
+    )
+    gradient_collectives: CollectiveSources | None = None
+    tp_collectives: CollectiveSources | None = None
     pipelines: tuple[PredictedPipeline, ...]
 
 

@@ -23,6 +23,11 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(
             f"pipelines: their samples sum to {total}, not to global_batch_size = {plan.global_batch_size}"
         )
+    if plan.zero_stage and plan.gradient_sync == "device":
+        raise ValueError(
+            f"zero_stage = {plan.zero_stage} shares gradients among those who hold them, but gradient_sync ="
+            " 'device' sends padding to others; use gradient_sync 'block' or 'tensor', or zero_stage 0"
+        )
     _check_devices(plan)
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.id != index:

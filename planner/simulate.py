@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.cost.exchange import row_overlaps
-from planner.cost.gradient import schedule_calls, slowest_optimizer_seconds
+from planner.cost.gradient import finish
 from planner.cost.price import plan_shapes
 from planner.cost.stages import StageCost, StageShape
 from planner.plan import Plan
@@ -26,13 +26,12 @@ def simulate(plan: Plan, *, profile: ProfileTable | None = None, events: bool = 
     for pipeline in pipelines:
         pipeline.run()
     ready = [pipelines[place.pipeline].free[place.stage][place.replica] for place in plan.ranks]
-    calls = schedule_calls(plan, ready, cost=cost)
-    synced = max([*ready, *(time.end_seconds for time in calls)])
-    optimizer = slowest_optimizer_seconds(plan, cost.profile)
+    last = finish(plan, ready, cost=cost)
+    synced, optimizer = last.synced_seconds, last.optimizer_seconds
     found: list[Event] = []
     if events:
         found = [event for pipeline in pipelines for event in pipeline.events]
-        for time in calls:
+        for time in (*last.calls, *last.gathers):
             found += _sync_events(
                 plan, time.call.holders, time.call.block, time.start_seconds, time.end_seconds
             )
@@ -41,7 +40,7 @@ def simulate(plan: Plan, *, profile: ProfileTable | None = None, events: bool = 
             for place in plan.ranks
         ]
     return Timeline(
-        iteration_seconds=synced + optimizer,
+        iteration_seconds=last.end_seconds,
         pipeline_end_seconds=tuple(
             max(end for stage in pipeline.free for end in stage) for pipeline in pipelines
         ),
@@ -143,6 +142,7 @@ class _PipelineReplay:
 
 
 def _replica_steps(shape: StageShape, cost: StageCost) -> list[StepSeconds]:
+    scatter = StepSeconds(0.0, cost.scatter_seconds(shape))
     return [
         cost.replica_step(
             device_type=replica.type,
@@ -151,7 +151,8 @@ def _replica_steps(shape: StageShape, cost: StageCost) -> list[StepSeconds]:
             layers=shape.layers,
             embedding=shape.embedding,
             head=shape.head,
-        )
+            recompute=shape.recompute,
+        ).plus(scatter)
         for replica in shape.replicas
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.compare import Comparison, Row
+from planner.describe import used_words
 from planner.errors import UserError
 from planner.explain import causes, fullest_share, slowest_stage, terms_of
 from planner.plan import Plan
@@ -20,14 +21,17 @@ TERM_WORDS = {
     "pipeline_imbalance": "imbalance between pipelines",
     "stage_imbalance": "imbalance between stages",
     "bubbles": "bubbles (fill and drain)",
+    "recompute": "recomputation",
     "tensor_parallel": "TP collectives",
     "exchange": "exchange between stages",
     "gradient_sync": "gradient synchronisation",
+    "gradient_scatter": "scattering gradients (ZeRO-2)",
     "optimizer": "optimizer",
     "idle_devices": "idle devices",
 }
 _CAUSE_WORDS = {
     "compute": "compute (operators and optimizer)",
+    "memory": "memory (recomputation)",
     "link": "links (TP collectives, exchange, gradients)",
     "granularity": "granularity (uneven pipelines and stages, bubbles, idle devices)",
 }
@@ -84,7 +88,8 @@ def with_ample_memory(
         for name, device in request.cluster.device_types.items()
     }
     cluster = request.cluster.model_copy(update={"device_types": types})
-    ample = request.model_copy(update={"emulation": emulation, "cluster": cluster})
+    changes = {"emulation": emulation, "cluster": cluster, "bound": False}
+    ample = request.model_copy(update=changes)
     try:
         return find_plan(ample, profile=profile, progress=progress)
     except UserError:
@@ -99,7 +104,8 @@ def against_lines(
         row for row in comparison.rows if row.strategy != plan.strategy
     ]
     own = Row(plan.strategy, plan, terms_of(plan, profile=profile))
-    return [f"Against {row.strategy}{_shape(row)}: {_against(own, row)}" for row in rows]
+    against = _against if plan.objective == "time" else _dearer
+    return [f"Against {row.strategy}{_shape(row)}: {against(own, row)}" for row in rows]
 
 
 def _shape(row: Row) -> str:
@@ -113,6 +119,20 @@ def pipeline_words(plan: Plan) -> str:
     stages = [len(pipeline.stages) for pipeline in plan.pipelines]
     words = " + ".join(f"{stages.count(count)} x {count}" for count in sorted(set(stages)))
     return words + (f", {len(plan.idle_devices)} idle" if plan.idle_devices else "")
+
+
+def _dearer(own: Row, row: Row) -> str:
+    if row.plan is None or row.cost is None or row.seconds is None:
+        return row.reason
+    assert own.plan is not None and own.cost is not None and own.seconds is not None
+    ratio = row.cost / own.cost
+    if abs(ratio - 1) < _SAME:
+        return "equally dear."
+    dear = "as dear" if ratio > 1 else "as dear, so it is CHEAPER"
+    return (
+        f"{ratio:.3f} times {dear}: {used_words(row.plan)} for {format_seconds(row.seconds)} an iteration,"
+        f" here {used_words(own.plan)} for {format_seconds(own.seconds)}."
+    )
 
 
 def _against(own: Row, row: Row) -> str:

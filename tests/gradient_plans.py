@@ -35,14 +35,15 @@ def unlike_plans(draw: st.DrawFn, *, most_ranks: int = 10) -> Plan:
             stages.append((tp, dp, layers))
             layer += layers
         pipelines.append(stages)
-    heads = math.lcm(*degrees)
+    heads, family = math.lcm(*degrees), draw(st.sampled_from(["gpt3", "llama"]))
     model = make_model(
         layers=LAYERS,
-        hidden_size=heads,
+        # Rotary positions turn pairs.
+        hidden_size=2 * heads if family == "llama" else heads,
         heads=heads,
         vocab_size=draw(st.integers(2, 40)),
         max_sequence_length=3,
-        family=draw(st.sampled_from(["gpt3", "llama"])),
+        family=family,
         tied_embedding=draw(st.booleans()),
     )
     data = make_plan(model, pipelines).model_dump()

@@ -26,6 +26,18 @@ def make_model(**changes: Any) -> ModelSpec:
     return ModelSpec(**(shape | changes))
 
 
+def make_llama(**changes: Any) -> ModelSpec:
+    """The same of family llama; two queries share each key, of which there are six."""
+    shape: dict[str, Any] = {
+        "family": "llama",
+        "kv_heads": 6,
+        "ffn_hidden_size": 36,
+        "tied_embedding": False,
+        "max_sequence_length": 16,
+    }
+    return make_model(**(shape | changes))
+
+
 def make_plan(
     model: ModelSpec,
     pipelines: Sequence[Sequence[Degrees]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.engine.data import Samples
+from actors.engine.model.dropout import Draws
 from actors.engine.model.loss import NOT_COUNTED
 from planner.plan import Plan, RankPlace
 
@@ -35,3 +36,8 @@ class ReplicaBatches:
             inputs = torch.cat([inputs, inputs.new_zeros(surplus, self._sequence_length)])
             labels = torch.cat([labels, labels.new_full((surplus, self._sequence_length), NOT_COUNTED)])
         return inputs.to(self._device), labels.to(self._device)
+
+    def draws(self, iteration: int, index: int) -> Draws:
+        """What decides dropout in one micro-batch: the same for a sample wherever it is trained."""
+        first = self._first + index * self._micro_batch_size + self._rows[0]
+        return Draws(seed=self._samples.seed, iteration=iteration, first_sample=first)

@@ -35,6 +35,10 @@ class Samples:
         self._windows = tokens.windows(sequence_length)
         self._known: tuple[int, Indices] | None = None
 
+    @property
+    def seed(self) -> int:
+        return self._seed
+
     def batch(self, iteration: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples [first, last) of an iteration's global batch; iterations count from 1.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,12 @@ from actors.engine import exchange
 from actors.engine.errors import out_of_memory
 from actors.engine.gradient_transport import CallTransport, Groups, Span, ThreadCourier, Work
 from actors.engine.live_memory import LiveTensors
+from actors.engine.shard_transport import ShardTransport
 from planner.cost.backward import BackwardLeft
-from planner.cost.gradient import block_seconds, optimizer_seconds
+from planner.cost.gradient import optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
 from planner.cost.stages import StageCost
+from planner.cost.sync_seconds import SyncSeconds
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace
 from planner.units import format_bytes
@@ -178,24 +180,38 @@ class PacedCalls:
     def __init__(self, inner: CallTransport, *, groups: Groups, plan: Plan) -> None:
         self._inner = inner
         self._groups = groups
-        self._plan = plan
+        self._seconds = SyncSeconds(plan)
+        self._scale = plan.emulation.time_scale
         self._courier = ThreadCourier()
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
-        return self._courier.start(lambda: self._run(call, data))
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+        seconds = self._seconds.of(call).reduce
+        return self._courier.start(lambda: self._run(call, seconds, lambda: self._inner.reduce(call, data)))
 
     def close(self) -> None:
         self._groups = {}
         self._courier.close()
         self._inner.close()
 
-    def _run(self, call: GradientCall, data: torch.Tensor) -> Span:
+    def _run(self, call: GradientCall, seconds: float, start: Callable[[], Work]) -> Span:
         """The whole collective, and what is left of its planned time."""
         ready = torch.tensor([time.monotonic()], dtype=torch.float64)
         agreed = dist.all_reduce(ready, dist.ReduceOp.MAX, group=self._groups[call.holders], async_op=True)
-        self._inner.all_reduce(call, data).wait()
+        start().wait()
         assert agreed is not None
         agreed.wait()
-        start = min(float(ready), time.monotonic())
-        sleep_until(start + block_seconds(self._plan, call) * self._plan.emulation.time_scale)
-        return Span(start, time.monotonic())
+        begun = min(float(ready), time.monotonic())
+        sleep_until(begun + seconds * self._scale)
+        return Span(begun, time.monotonic())
+
+
+class PacedShards(PacedCalls):
+    """Sharded sums and the gathering of parameters, likewise."""
+
+    def __init__(self, inner: ShardTransport, *, groups: Groups, plan: Plan) -> None:
+        super().__init__(inner, groups=groups, plan=plan)
+        self._shards = inner
+
+    def gather(self, call: GradientCall, data: torch.Tensor) -> Work:
+        seconds = self._seconds.of(call).gather
+        return self._courier.start(lambda: self._run(call, seconds, lambda: self._shards.gather(call, data)))

@@ -76,9 +76,10 @@ class Piece:
 
 
 class GradientBuffer:
-    """The gradients of a rank's parameters, accumulated by hooks on the leaves.
+    """The gradients of a rank's parameters, accumulated as soon as backward has made them, and freed.
 
-    A leaf's gradient is added and freed as soon as backward has made it. `blocks` are those that the rank
+    Where a whole parameter lies in one piece in its own precision, autograd adds to it there (`leaf.grad` is
+    a view of the buffer); elsewhere a hook on the leaf does. `blocks` are those that the rank
     holds; `sections` say where they lie, by default one after the other. What no block of the rank fills
     (the rounding of sections, the padding of device-wise ones) is zero until a collective writes there.
     Padding of vocabulary shards has no place in the buffer.
@@ -107,6 +108,8 @@ class GradientBuffer:
         places = _places(blocks, self._offsets)
         self._pieces: list[Piece] = []
         self._hooks: list[RemovableHandle] = []
+        self._direct: list[HeldParameter] = []
+        self._direct_hooks: list[RemovableHandle] = []
         self._on_arrival: Callable[[str], None] | None = None
         for handle in handles:
             shape = handle.spec.padded_shard_shape(tp=handle.tp)
@@ -115,8 +118,13 @@ class GradientBuffer:
                 (run, _buffer_view(self.flat, handle.spec, run)) for run in layout_runs(handle, places)
             ]
             self._pieces += [_piece(handle, run, view) for run, view in targets]
-            hook = self._accumulator(handle, targets)
-            self._hooks.append(handle.leaf.register_post_accumulate_grad_hook(hook))
+            views = [view for _, view in targets]
+            if _takes(handle, views):
+                handle.leaf.grad = views[0]
+                self._direct.append(handle)
+            else:
+                hook = self._accumulator(handle, targets)
+                self._hooks.append(handle.leaf.register_post_accumulate_grad_hook(hook))
         held, filled = sum(piece.gradient.numel() for piece in self._pieces), sum(b.numel for b in blocks)
         assert held == filled, f"blocks hold {filled} elements, parameters {held}"
 
@@ -143,23 +151,32 @@ class GradientBuffer:
     def on_arrival(self, callback: Callable[[str], None] | None) -> None:
         """Call back with a parameter's name after each time that its gradient was added."""
         self._on_arrival = callback
+        # Hooks cost a few microseconds each time, so leaves that need none otherwise have them only now.
+        for hook in self._direct_hooks:
+            hook.remove()
+        self._direct_hooks = [] if callback is None else [_told(handle, callback) for handle in self._direct]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and let go of the leaves."""
+        self.on_arrival(None)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for handle in self._direct:
+            handle.leaf.grad = None
+        self._direct.clear()
 
     def _accumulator(
         self, handle: HeldParameter, targets: Sequence[tuple[Run, torch.Tensor]]
     ) -> Callable[[torch.Tensor], None]:
         """A hook that adds a leaf's new gradient to the buffer, in the buffer's precision, and frees it."""
+        shape = handle.local.shape
 
         def accumulate(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
             gradient = _local_gradient(leaf.grad)
             # Broadcasting would add a gradient of another shape without a word.
-            assert gradient.shape == handle.local.shape, f"{handle.spec.name}: {gradient.shape}"
+            assert gradient.shape == shape, f"{handle.spec.name}: {gradient.shape}"
             for run, view in targets:
                 view.add_(_local_view(handle, gradient, run))
             leaf.grad = None
@@ -167,6 +184,22 @@ class GradientBuffer:
                 self._on_arrival(handle.spec.name)
 
         return accumulate
+
+
+def _takes(handle: HeldParameter, views: Sequence[torch.Tensor]) -> bool:
+    """Whether the leaf's own `grad` can be the buffer's view."""
+    leaf = handle.leaf
+    return (
+        not isinstance(leaf, DTensor)
+        and [view.shape for view in views] == [leaf.shape]
+        and views[0].dtype == leaf.dtype
+        and views[0].is_contiguous()
+    )
+
+
+def _told(handle: HeldParameter, callback: Callable[[str], None]) -> RemovableHandle:
+    name = handle.spec.name
+    return handle.leaf.register_post_accumulate_grad_hook(lambda _: callback(name))
 
 
 def _piece(handle: HeldParameter, run: Run, gradient: torch.Tensor) -> Piece:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from actors.engine.gradient_buffer import GradientBuffer
 from actors.engine.gradient_transport import CallTransport, Span, Work
+from actors.engine.shard_transport import Shard
 from planner.gradient_calls import GradientCall, GradientLayout, Section
 
 # A norm taken in fp32 over 20 million elements at once is wrong by 2e-3 on a CPU; in pieces of this many
@@ -32,12 +33,14 @@ class GradientSync:
     The trainer calls `start` when the last backward is done, then `finish`; between the two the buffer
     belongs to the collectives. To overlap them with the last micro-batch's backward, it calls `arm` before
     that: each call is then launched when the last gradient that it takes has arrived, but not before the
-    rank's earlier calls. Afterwards every holder of an element holds the same bits.
+    rank's earlier calls. Afterwards every holder of an element holds the same bits, or under ZeRO the one that
+    answers for it does.
 
     Args:
         layout: the plan's; the rank's calls are launched in its order.
         before_launch: told the region with which backward completes each call, before it is launched during
             backward; an emulated device paces itself there.
+        shards: under ZeRO, what the transport leaves on this rank.
     """
 
     def __init__(
@@ -48,17 +51,17 @@ class GradientSync:
         rank: int,
         transport: CallTransport,
         before_launch: Callable[[int], None] | None = None,
+        shards: Sequence[Shard] | None = None,
     ) -> None:
         self._buffer = buffer
         self._transport = transport
         self._before_launch = before_launch
         sections = {section.index: section for section in layout.sections_of(rank)}
-        self._own = [
-            buffer.block_view(block)
-            for section in sections.values()
-            for block in section.blocks
-            if block.holders[0] == rank
-        ]
+        if shards is None:
+            blocks = [block for section in sections.values() for block in section.blocks]
+            self._own = [buffer.block_view(block) for block in blocks if block.holders[0] == rank]
+        else:
+            self._own = [buffer.section_view(sections[s.section])[s.start : s.stop] for s in shards]
         self._launches = [
             _Launch.of(call, sections[call.section], buffer, rank) for call in layout.calls_of(rank)
         ]
@@ -98,8 +101,8 @@ class GradientSync:
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of the synchronised gradients that this rank answers for: a scalar, fp32.
 
-        The first holder of a block answers for it, so the sum over the world counts every parameter
-        element once, however the pipelines are cut, and is not finite on any rank if one
+        The first holder of a block (under ZeRO its shards' owners) answers for it, so the sum over the world
+        counts every parameter element once, however the pipelines are cut, and is not finite on any rank if one
         element is not.
         """
         pieces = [piece for data in self._own for piece in data.split(_NORM_PIECE)]
@@ -125,7 +128,7 @@ class GradientSync:
         for data, weight in launch.weighted:
             data.mul_(weight)
         launched = time.monotonic()
-        work = self._transport.all_reduce(launch.call, launch.data)
+        work = self._transport.reduce(launch.call, launch.data)
         self._running.append((launch.call, launched, work))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from planner.collectives import Reduction
-from planner.gradient_calls import GradientCall, Section, call_reduction
+from planner.gradient_calls import GradientCall, call_reduction
 from planner.plan import Plan
 
 SEGMENT = 1 << 22
@@ -45,10 +45,11 @@ class Work(Protocol):
 class CallTransport(Protocol):
     """How a call is summed over its holders: called on each of them, in launch order."""
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
         """Start to sum `data` (flat, contiguous, fp32) in place; it is complete after the work's `wait`.
 
-        Until then nobody else may touch it. Afterwards every holder holds the same bits.
+        Until then nobody else may touch it. Afterwards every holder holds the same bits, or under ZeRO each
+        its own shard of them (actors/engine/shard_transport.py).
         """
         ...
 
@@ -63,7 +64,7 @@ class GroupTransport:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
         work = dist.all_reduce(data, group=self._groups[call.holders], async_op=True)
         assert work is not None, f"this rank is not among the holders {call.holders}"
         return work
@@ -104,10 +105,10 @@ class SteppedTransport:
         self._wire = wire
         self._courier = make_courier(steps.device)
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
         reduction = self._reductions[call.index]
         if reduction.algorithm == "flat" and self._wire == data.dtype:
-            return self._flat.all_reduce(call, data)
+            return self._flat.reduce(call, data)
         return self._courier.start(lambda: self._steps.all_reduce(call.holders, reduction, data))
 
     def close(self) -> None:
@@ -121,18 +122,19 @@ class Steps:
 
     With a narrower `wire` precision every contribution is rounded once, summed in fp32 and rounded once more:
     two roundings whatever the number of members, where a ring that adds in the wire's precision has one a
-    member. `largest` is the most elements of one message: the scratch for it exists from the start.
+    member. `largest` is the most elements that `all_reduce` is given: the scratch for it exists from the
+    start. What is only scattered and gathered takes its scratch, a shard at most, when it is under way.
     """
 
     def __init__(
-        self, groups: Groups, *, rank: int, wire: torch.dtype, device: torch.device, largest: int
+        self, groups: Groups, *, rank: int, wire: torch.dtype, device: torch.device, largest: int = 0
     ) -> None:
         self._groups = groups
         self._rank = rank
         self._wire = wire
         self.device = device
         # The members' shares are rounded up, by less than an element each.
-        room = largest + max((len(ranks) for ranks in groups), default=0)
+        room = largest + max((len(ranks) for ranks in groups), default=0) if largest else 0
         self._received = torch.empty(room, dtype=wire, device=device)
         self._sent = torch.empty(room if wire != torch.float32 else 0, dtype=wire, device=device)
 
@@ -172,10 +174,20 @@ class Steps:
         if self._wire == data.dtype and not _is_gloo(group):
             dist.reduce_scatter_single(shard, data, group=group)
             return shard
-        received = self._received[: data.numel()]
-        dist.all_to_all_single(received, self._on_wire(data), group=group)
-        torch.sum(received.view(len(ranks), -1), 0, dtype=data.dtype, out=shard)
+        rows = data.view(len(ranks), -1)
+        for first in range(0, rows.shape[1], SEGMENT):
+            self._sum_own_row(ranks, rows[:, first : first + SEGMENT])
         return shard
+
+    def _sum_own_row(self, ranks: tuple[int, ...], rows: torch.Tensor) -> None:
+        """A message from everyone to everyone, added as it comes in the same order every time."""
+        own = rows[ranks.index(self._rank)]
+        if self._wire != own.dtype:
+            own.copy_(own.to(self._wire))
+        received = torch.empty(own.numel(), dtype=self._wire, device=self.device)
+        for sender, receiver in self._turns(ranks):
+            self._swap(ranks, rows[receiver].to(self._wire), receiver, received, sender)
+            own.add_(received)
 
     def all_gather(self, ranks: tuple[int, ...], data: torch.Tensor) -> None:
         """Give every rank all shards of `data`, each from the rank that `reduce_scatter` left it on.
@@ -184,18 +196,44 @@ class Steps:
         """
         if len(ranks) == 1:
             return
-        narrow = self._wire != data.dtype
-        whole = self._received[: data.numel()] if narrow else data
-        shard = self._shard(ranks, whole)
-        if narrow:
-            shard.copy_(self._shard(ranks, data))
-        group = self._groups[ranks]
-        if _is_gloo(group):
-            self._exchange_shards(ranks, whole, shard)
+        if self._wire != data.dtype:
+            rows = data.view(len(ranks), -1)
+            for first in range(0, rows.shape[1], SEGMENT):
+                self._gather_narrow(ranks, rows[:, first : first + SEGMENT])
+        elif _is_gloo(self._groups[ranks]):
+            self._exchange_shards(ranks, data, self._shard(ranks, data))
         else:
-            dist.all_gather_single(whole, shard, group=group)
-        if narrow:
-            data.copy_(whole)
+            dist.all_gather_single(data, self._shard(ranks, data), group=self._groups[ranks])
+
+    def _gather_narrow(self, ranks: tuple[int, ...], rows: torch.Tensor) -> None:
+        own = rows[ranks.index(self._rank)].to(self._wire)
+        rows[ranks.index(self._rank)].copy_(own)
+        if not _is_gloo(self._groups[ranks]):
+            whole = torch.empty(rows.numel(), dtype=self._wire, device=self.device)
+            dist.all_gather_single(whole, own, group=self._groups[ranks])
+            rows.copy_(whole.view(rows.shape))
+            return
+        received = torch.empty_like(own)
+        for sender, receiver in self._turns(ranks):
+            self._swap(ranks, own, receiver, received, sender)
+            rows[sender].copy_(received)
+
+    def _turns(self, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Positions of whom to receive from and whom to send to, each other member once."""
+        me = ranks.index(self._rank)
+        for distance in range(1, len(ranks)):
+            yield (me - distance) % len(ranks), (me + distance) % len(ranks)
+
+    def _swap(
+        self, ranks: tuple[int, ...], sent: torch.Tensor, receiver: int, received: torch.Tensor, sender: int
+    ) -> None:
+        """Send to one position and receive from another; both messages have arrived at the end."""
+        group = self._groups[ranks]
+        sending = dist.isend(sent, ranks[receiver], group=group)
+        receiving = dist.irecv(received, ranks[sender], group=group)
+        assert sending is not None and receiving is not None
+        receiving.wait()
+        sending.wait()
 
     def _flat(self, ranks: tuple[int, ...], data: torch.Tensor) -> None:
         if len(ranks) == 1:
@@ -253,12 +291,8 @@ class Steps:
 
     def _exchange_shards(self, ranks: tuple[int, ...], whole: torch.Tensor, shard: torch.Tensor) -> None:
         """All-gather in place by messages between every two ranks: gloo's own copies, in more turns."""
-        group, me = self._groups[ranks], ranks.index(self._rank)
-        rows = whole.view(len(ranks), -1)
-        works = []
-        for distance in range(1, len(ranks)):
-            sender = (me - distance) % len(ranks)
-            receiver = (me + distance) % len(ranks)
+        group, rows, works = self._groups[ranks], whole.view(len(ranks), -1), []
+        for sender, receiver in self._turns(ranks):
             works.append(dist.isend(shard, ranks[receiver], group=group))
             works.append(dist.irecv(rows[sender], ranks[sender], group=group))
         for work in works:
@@ -277,29 +311,6 @@ class Steps:
 
     def _own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return next(group for group in groups if self._rank in group)
-
-
-class SectionTransport:
-    """Reduce-scatter and all-gather of whole sections: what sharded optimizer state (ZeRO) needs.
-
-    A holder keeps `Section.shard(rank)` of a section; the section's rounding makes all shards equal.
-    """
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._courier = make_courier(steps.device)
-
-    def reduce_scatter(self, section: Section, data: torch.Tensor) -> Work:
-        """Start to sum the section's data; after `wait` this rank's shard of it, in place, is complete."""
-        return self._courier.start(lambda: self._steps.reduce_scatter(section.holders, data))
-
-    def all_gather(self, section: Section, data: torch.Tensor) -> Work:
-        """Start to fill the section's data from the shards of all holders."""
-        return self._courier.start(lambda: self._steps.all_gather(section.holders, data))
-
-    def close(self) -> None:
-        self._steps.close()
-        self._courier.close()
 
 
 class Courier(Protocol):

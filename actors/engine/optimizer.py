@@ -1,10 +1,10 @@
-"""AdamW over the pieces of a rank's parameters, with fp32 master copies where parameters are narrower."""
+"""AdamW or SGD over the pieces of a rank's parameters, with fp32 master copies where parameters are narrower."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,15 +33,20 @@ def _non_finite(iteration: int, norm: float) -> NonFiniteGradientError:
 
 def clip_coefficient(norm: float, limit: float | None) -> float:
     """What to scale a gradient of that norm by, so that its norm is at most `limit` (None: no limit)."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+    if limit is None:
+        return 1.0
+    ratio = limit / (norm + 1e-6)
+    # A norm that is no number must reach the parameters of a job that goes on, and not vanish in a comparison.
+    return 1.0 if ratio >= 1.0 else ratio
 
 
 @dataclass(frozen=True)
 class PieceState:
     """Optimizer state of a slice of a logical parameter, under the plan-free address (name, tp_range).
 
-    `tensors` holds `exp_avg`, `exp_avg_sq` and, for parameters narrower than fp32, `master`, in the shape
-    of the slice: views, so that writing into them loads a checkpoint. `step` counts updates.
+    `tensors` holds `exp_avg` and `exp_avg_sq` (AdamW) or `momentum_buffer` (SGD) and, for parameters narrower
+    than fp32, `master`, in the shape of the slice: views, so that writing into them loads a checkpoint. `step`
+    counts updates.
     """
 
     name: str
@@ -51,8 +56,31 @@ class PieceState:
     tensors: dict[str, torch.Tensor]
 
 
+def make_optimizer(
+    groups: list[dict[str, Any]], settings: OptimizerSettings, *, fused: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW or SGD over groups of flat or strided fp32 tensors, with its state made at once.
+
+    `fused` saves temporaries and needs contiguous tensors.
+    """
+    how: dict[str, Any] = {"lr": 0.0, "fused": True} if fused else {"lr": 0.0, "foreach": True}
+    made: torch.optim.Optimizer
+    names: tuple[str, ...]
+    if settings.name == "adamw":
+        made = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, **how)
+        names = ("exp_avg", "exp_avg_sq")
+    else:
+        made = torch.optim.SGD(groups, momentum=settings.momentum, **how)
+        names = ("momentum_buffer",) if settings.momentum else ()
+    for group in made.param_groups:
+        for tensor in group["params"]:
+            state = {name: torch.zeros_like(tensor) for name in names}
+            made.state[tensor] = {"step": torch.zeros(()), **state}
+    return made
+
+
 class Optimizer:
-    """AdamW with decoupled weight decay on matrices, none on norms and biases.
+    """AdamW with decoupled weight decay, or SGD, on matrices; no decay on norms and biases.
 
     It works on plain local views, so parameters may be DTensors of any mesh or none. State exists from
     the start: what fits before the first iteration fits after it.
@@ -62,46 +90,37 @@ class Optimizer:
         self, *, buffer: GradientBuffer, settings: OptimizerSettings, gradient_clip: float | None
     ) -> None:
         assert buffer.flat.dtype == torch.float32, (
-            "AdamW runs in the gradients' precision, which must be fp32"
+            "the optimizer runs in the gradients' precision, which must be fp32"
         )
         self._buffer = buffer
         self._gradient_clip = gradient_clip
         self._pieces = buffer.pieces()
         self._updated = [_updated_tensor(piece) for piece in self._pieces]
-        self._adamw = torch.optim.AdamW(
-            _parameter_groups(self._pieces, self._updated, settings.weight_decay),
-            lr=0.0,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            foreach=True,
-        )
-        for tensor in self._updated:
-            self._adamw.state[tensor] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(tensor),
-                "exp_avg_sq": torch.zeros_like(tensor),
-            }
+        groups = _parameter_groups(self._pieces, self._updated, settings.weight_decay)
+        self._torch = make_optimizer(groups, settings)
 
-    def step(self, *, iteration: int, gradient_norm: float, learning_rate: float) -> None:
+    def step(self, *, gradient_norm: float, learning_rate: float, loss_scale: float = 1.0) -> None:
         """Update the parameters from the synchronised gradients, clipped to the job's `gradient_clip`.
 
-        `gradient_norm` is the world's, so every rank clips alike, or raises NonFiniteGradientError alike.
+        `gradient_norm` is the world's, so every rank clips alike; the gradients are those of the loss times
+        `loss_scale`.
         """
-        if not math.isfinite(gradient_norm):
-            raise NonFiniteGradientError(iteration=iteration, norm=gradient_norm)
-        coefficient = clip_coefficient(gradient_norm, self._gradient_clip)
-        if coefficient < 1.0:
+        coefficient = clip_coefficient(gradient_norm, self._gradient_clip) / loss_scale
+        if coefficient != 1.0:
             self._buffer.flat.mul_(coefficient)
-        for group in self._adamw.param_groups:
+        for group in self._torch.param_groups:
             group["lr"] = learning_rate
-        self._adamw.step()
+        self._torch.step()
         self._write_parameters()
+
+    def gather(self) -> None:
+        """Every rank has updated all of its parameters itself."""
 
     def states(self) -> Iterator[PieceState]:
         """The state of every piece of this rank."""
         for piece, tensor in zip(self._pieces, self._updated, strict=True):
-            state = self._adamw.state[tensor]
-            tensors = {name: piece.logical(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+            state = self._torch.state[tensor]
+            tensors = {name: piece.logical(value) for name, value in state.items() if name != "step"}
             if tensor is not piece.parameter:
                 tensors["master"] = piece.logical(tensor)
             yield PieceState(piece.name, piece.tp_dim, piece.tp_range, state["step"], tensors)
@@ -127,7 +146,7 @@ def _updated_tensor(piece: Piece) -> torch.Tensor:
 
 def _parameter_groups(
     pieces: Sequence[Piece], updated: Sequence[torch.Tensor], weight_decay: float
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Groups by decay and, since one strided tensor takes a whole group off the fast path, by layout."""
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for piece, tensor in zip(pieces, updated, strict=True):

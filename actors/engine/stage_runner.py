@@ -11,10 +11,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from actors.engine.device import Device
 from actors.engine.exchange import Exchange
+from actors.engine.model.dropout import Draws
 from actors.engine.model.stage import StageModel
 from actors.engine.schedule import Step, StepKind, one_f_one_b
 
 Batch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+DrawsOf = Callable[[int], Draws]
 
 
 @dataclass(frozen=True)
@@ -58,30 +60,32 @@ class StageRunner:
         stages: int,
         stage: int,
         micro_batches: int,
-        loss_scale: float,
         before_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._exchange = exchange
         self._device = device
         self._micro_batches = micro_batches
-        self._loss_scale = loss_scale
+        self.loss_scale = 1.0
+        """What the next iteration's sum over counted tokens is multiplied with."""
         self._before_last_backward = before_last_backward
         self._steps: list[Step] = one_f_one_b(stages=stages, stage=stage, micro_batches=micro_batches)
         self._in_flight: dict[int, _InFlight] = {}
 
-    def run(self, batch: Batch) -> StageResult:
-        """All steps of one iteration. `batch` gives a micro-batch's inputs and labels."""
+    def run(self, batch: Batch, draws: DrawsOf) -> StageResult:
+        """All steps of one iteration. `batch` gives a micro-batch's inputs and labels, `draws` its dropout."""
         result = StageResult()
         self._in_flight.clear()
         self._exchange.start(self._micro_batches)
         for step in self._steps:
-            run = self._forward if step.kind == "forward" else self._backward
-            run(step.micro_batch, batch, result)
+            if step.kind == "forward":
+                self._forward(step.micro_batch, batch, draws, result)
+            else:
+                self._backward(step.micro_batch, result)
         self._exchange.finish()
         return result
 
-    def _forward(self, micro_batch: int, batch: Batch, result: StageResult) -> None:
+    def _forward(self, micro_batch: int, batch: Batch, draws: DrawsOf, result: StageResult) -> None:
         model = self._model
         inputs, labels, received = None, None, None
         if model.has_embedding or model.has_head:
@@ -91,7 +95,7 @@ class StageRunner:
         assert inputs is not None
         start = time.monotonic()
         with self._device.step("forward"):
-            output = model(inputs, labels if model.has_head else None, self._loss_scale)
+            output = model(inputs, labels if model.has_head else None, self.loss_scale, draws(micro_batch))
         result.times.append(StepTime("forward", micro_batch, start, time.monotonic()))
         self._in_flight[micro_batch] = _InFlight(get_gradient_edge(output), received)
         if model.has_head:
@@ -101,7 +105,7 @@ class StageRunner:
             # Only now: posted earlier, the buffer would be held all through the warm-up.
             self._exchange.gradients.post()
 
-    def _backward(self, micro_batch: int, batch: Batch, result: StageResult) -> None:
+    def _backward(self, micro_batch: int, result: StageResult) -> None:
         gradient = None if self._model.has_head else self._exchange.gradients.receive()
         in_flight = self._in_flight.pop(micro_batch)
         if micro_batch == self._micro_batches - 1 and self._before_last_backward is not None:

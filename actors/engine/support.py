@@ -30,15 +30,7 @@ def device_kind(plan: Plan, device_id: str) -> str:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    if plan.model.family != "gpt3":
-        yield (
-            f"model.family = {plan.model.family!r} ({plan.model.name}) can be planned but not trained;"
-            " choose a model of family 'gpt3'"
-        )
-    if plan.model.dropout:
-        yield f"model.dropout = {plan.model.dropout} is not supported by the runtime; set it to 0"
-    if plan.zero_stage != 0:
-        yield f"zero_stage = {plan.zero_stage} is not supported by the runtime; set it to 0"
+    yield from _zero_problems(plan)
     yield from _dtype_problems(plan.dtypes)
     for index, pipeline in enumerate(plan.pipelines):
         for number, stage in enumerate(pipeline.stages):
@@ -46,9 +38,21 @@ def _problems(plan: Plan) -> Iterator[str]:
     yield from _backend_problems(plan)
 
 
+def _zero_problems(plan: Plan) -> Iterator[str]:
+    if plan.zero_stage == 0:
+        return
+    if plan.zero_stage > 1:
+        yield f"zero_stage = {plan.zero_stage} is not supported by the runtime; set it to 1 or 0"
+    if plan.zero_scope != "all":
+        yield f"zero_scope = {plan.zero_scope!r} is not supported by the runtime; set it to 'all'"
+    if plan.gradient_sync != "block":
+        yield (
+            f"gradient_sync = {plan.gradient_sync!r} cannot shard optimizer state (zero_stage ="
+            f" {plan.zero_stage}); set gradient_sync to 'block', or zero_stage to 0"
+        )
+
+
 def _dtype_problems(dtypes: Dtypes) -> Iterator[str]:
-    if dtypes.param not in ("fp32", "bf16"):
-        yield f"dtypes.param = {dtypes.param!r} is not supported by the runtime; use 'bf16' or 'fp32'"
     if dtypes.wire not in ("fp32", "bf16"):
         yield f"dtypes.wire = {dtypes.wire!r} is not supported by the runtime; use 'bf16' or 'fp32'"
     for field in ("grad", "optimizer"):
@@ -57,12 +61,6 @@ def _dtype_problems(dtypes: Dtypes) -> Iterator[str]:
 
 
 def _stage_problems(place: str, stage: StagePlan) -> Iterator[str]:
-    recomputed = [name for name, count in stage.recompute.items() if count]
-    if recomputed:
-        yield (
-            f"{place}.recompute names {recomputed[0]!r}, but the runtime does not recompute;"
-            " give the stage fewer layers or a smaller micro-batch instead"
-        )
     if stage.sequence_parallel:
         yield f"{place}.sequence_parallel = true is not supported by the runtime; set it to false"
 

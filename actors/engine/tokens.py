@@ -48,13 +48,17 @@ class TokenFile:
 
         UserError if it gives none.
         """
-        windows = (self.count - 1) // sequence_length
-        if windows < 1:
-            raise UserError(
-                f"training.sequence_length = {sequence_length} needs {sequence_length + 1} tokens of text,"
-                f" but the data hold {self.count}; shorten the sequence or give more text"
-            )
-        return windows
+        return _windows(self.count, sequence_length)
+
+
+def _windows(tokens: int, sequence_length: int) -> int:
+    windows = (tokens - 1) // sequence_length
+    if windows < 1:
+        raise UserError(
+            f"training.sequence_length = {sequence_length} needs {sequence_length + 1} tokens of text,"
+            f" but the data hold {tokens}; shorten the sequence or give more text"
+        )
+    return windows
 
 
 def check_vocabulary(vocab_size: int) -> None:
@@ -72,17 +76,34 @@ def prepare_tokens(source: str | Path, *, pattern: str = "*", cache_dir: Path) -
     It lies in `cache_dir` under a name made of the content, so that the same text is written once.
     Bytes are tokens: no encoding can be wrong. UserError names what is missing, empty or unreadable.
     """
-    files = _stdlib_files() if source == PYTHON_STDLIB else _text_files(Path(source), pattern)
+    files = _files(source, pattern)
     digest, text_bytes = _digest(files)
+    _check_text(source, files, text_bytes)
+    target = cache_dir / f"{digest}.tokens"
+    if not target.exists():
+        _write(files, target)
+    return TokenFile(target)
+
+
+def check_text(source: str | Path, *, pattern: str = "*", sequence_length: int) -> None:
+    """By the files' sizes alone: UserError if there is no text, or too little for a sample."""
+    files = _files(source, pattern)
+    text_bytes = sum(file.stat().st_size for file in files)
+    _check_text(source, files, text_bytes)
+    # Every document has an end.
+    _windows(text_bytes + len(files), sequence_length)
+
+
+def _check_text(source: str | Path, files: Sequence[Path], text_bytes: int) -> None:
     if not text_bytes:
         where = f"{len(files)} files of " if len(files) > 1 else ""
         raise UserError(
             f"data.path = {str(source)!r}: {where}it holds no text; give a text that is not empty"
         )
-    target = cache_dir / f"{digest}.tokens"
-    if not target.exists():
-        _write(files, target)
-    return TokenFile(target)
+
+
+def _files(source: str | Path, pattern: str) -> list[Path]:
+    return _stdlib_files() if source == PYTHON_STDLIB else _text_files(Path(source), pattern)
 
 
 def _text_files(path: Path, pattern: str) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -12,22 +11,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.engine.agreement import Agreed, OnNan, agree, updates
 from actors.engine.batches import ReplicaBatches
 from actors.engine.data import Samples
 from actors.engine.device import Device, make_device
-from actors.engine.emulate import PacedCalls, PacedMessages
-from actors.engine.errors import NonFiniteLoss
-from actors.engine.exchange import Exchange, MessageKind, MessageTransport
-from actors.engine.exchange import GroupTransport as GroupMessages
+from actors.engine.exchange import Exchange
 from actors.engine.gradient_buffer import GradientBuffer
 from actors.engine.gradient_sync import CallTime, GradientSync
-from actors.engine.gradient_transport import CallTransport, make_transport
+from actors.engine.gradient_transport import CallTransport
+from actors.engine.loss_scale import LossScale
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.optimizer import Optimizer
 from actors.engine.process_groups import ProcessGroups
+from actors.engine.shard_transport import shards_of
+from actors.engine.sharded_optimizer import ShardedOptimizer
 from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
 from actors.engine.tokens import TokenFile
+from actors.engine.transports import gradient_transport, message_transports, shard_transport
 from actors.engine.weights import initial_parameter, save_weights, shard
 from actors.job import Training
 from planner.gradient_blocks import gradient_blocks, rank_blocks
@@ -35,7 +36,7 @@ from planner.gradient_calls import GradientLayout, gradient_layout
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MEASURED_ITERATIONS = 2
 """Iterations whose memory is watched: the second is like all that follow."""
@@ -54,6 +55,7 @@ class TrainerConfig:
     tokens: Path
     timeout_seconds: float
     deterministic: bool = False
+    on_nan: OnNan = "stop"
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class IterationReport:
     """One iteration of one rank. Times are `time.monotonic()`: comparable between processes of one host.
 
     `loss` (mean over the global batch's counted tokens) and `gradient_norm` (before clipping) are the
-    world's, the same on every rank. `steps` counts forward, backward and optimizer steps of this
-    iteration, `late_steps` those in which an emulated device's host could not keep up.
-    `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes. `events` count wall
-    seconds from `start_time`.
+    world's, the same on every rank. An iteration that was `skipped` updated nothing. `steps` counts
+    forward, backward and optimizer steps of this iteration, `late_steps` those in which an emulated device's
+    host could not keep up. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
+    `events` count wall seconds from `start_time`.
     """
 
     iteration: int
@@ -78,15 +80,20 @@ class IterationReport:
     steps: int
     late_steps: int
     peak_tensor_bytes: int
+    skipped: bool = False
+    loss_scale: float = 1.0
     events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What `compute_gradients` found, the same on every rank, and when its parts ended."""
+    """What `compute_gradients` found, the same on every rank, and when its parts ended.
 
-    loss: float
-    norm: float
+    The buffer holds the gradients of the loss times `loss_scale`.
+    """
+
+    agreed: Agreed
+    loss_scale: float
     compute_end_time: float
     sync_end_time: float
     steps: tuple[StepTime, ...]
@@ -107,6 +114,7 @@ class Trainer:
         self._plan = config.plan
         self._place = self._plan.ranks[rank]
         self._iterations = 0
+        self._loss_scale = LossScale.of(self._plan.dtypes.param)
         self._device = make_device(self._plan, self._place)
         if config.deterministic:
             use_deterministic_algorithms(True)
@@ -126,19 +134,7 @@ class Trainer:
                     blocks=rank_blocks(gradient_blocks(self._plan), rank),
                     sections=layout.sections_of(rank),
                 )
-                transport = _gradient_transport(self._plan, rank, layout, self._groups, self._device)
-                self._optimizer = Optimizer(
-                    buffer=self._buffer,
-                    settings=config.training.optimizer,
-                    gradient_clip=config.training.gradient_clip,
-                )
-            self._sync = GradientSync(
-                buffer=self._buffer,
-                layout=layout,
-                rank=rank,
-                transport=transport,
-                before_launch=self._device.passed,
-            )
+                self._sync, self._optimizer = self._make_update(layout)
             self._batches = _batches(config, self._place, self._device)
             self._runner = self._make_runner()
         except BaseException:
@@ -153,6 +149,13 @@ class Trainer:
     def buffer(self) -> GradientBuffer:
         """The rank's gradients: after `compute_gradients`, those of the global batch, not clipped."""
         return self._buffer
+
+    def gather_gradients(self, gradients: Gradients) -> None:
+        """Make the buffer what a single process's would be after `compute_gradients`, to look at it: not scaled,
+        and under ZeRO whole, in the parameters' precision. A collective; `apply_gradients` must not follow."""
+        self._buffer.flat.div_(gradients.loss_scale)
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer.gather_buffer()
 
     @property
     def handles(self) -> list[ParameterHandle]:
@@ -176,13 +179,15 @@ class Trainer:
         with self._device.measuring() if measured else contextlib.nullcontext():
             gradients = self.compute_gradients(iteration)
             update_start = time.monotonic()
-            rate = self.apply_gradients(iteration, gradients.norm)
+            update = self._decide(iteration, gradients.agreed)
+            if update:
+                self.apply_gradients(iteration, gradients)
         end = time.monotonic()
         return IterationReport(
             iteration=iteration,
-            loss=gradients.loss,
-            gradient_norm=gradients.norm,
-            learning_rate=rate,
+            loss=gradients.agreed.loss,
+            gradient_norm=gradients.agreed.norm,
+            learning_rate=self._learning_rate(iteration),
             start_time=start,
             compute_end_time=gradients.compute_end_time,
             sync_end_time=gradients.sync_end_time,
@@ -190,30 +195,61 @@ class Trainer:
             steps=self._device.steps - steps,
             late_steps=self._device.late_steps - late_steps,
             peak_tensor_bytes=self._device.peak_tensor_bytes(),
+            skipped=not update,
+            loss_scale=gradients.loss_scale,
             events=tuple(_events(self._place, gradients, start=start, update=update_start, end=end)),
         )
 
     def compute_gradients(self, iteration: int) -> Gradients:
         """Forward, backward and synchronisation: the buffer then holds the global batch's gradients."""
         self._buffer.zero()
-        result = self._runner.run(lambda index: self._batches.micro_batch(iteration, index))
+        # Every token of the global batch counts: the text has no unlabelled ones.
+        tokens = self._plan.global_batch_size * self._plan.sequence_length
+        self._runner.loss_scale = self._loss_scale.value / tokens
+        result = self._runner.run(
+            lambda index: self._batches.micro_batch(iteration, index),
+            lambda index: self._batches.draws(iteration, index),
+        )
         self._device.synchronize()
         compute_end = time.monotonic()
         self._sync.start()
         self._sync.finish()
         self._device.synchronize()
         sync_end = time.monotonic()
-        loss, norm = self._agree(iteration, result.losses)
-        return Gradients(loss, norm, compute_end, sync_end, tuple(result.times), tuple(self._sync.times))
+        scale = self._loss_scale.value
+        agreed = agree(
+            self._plan,
+            self._place,
+            losses=result.losses,
+            square_sum=self._sync.square_sum(),
+            loss_scale=scale,
+        )
+        return Gradients(agreed, scale, compute_end, sync_end, tuple(result.times), tuple(self._sync.times))
 
-    def apply_gradients(self, iteration: int, norm: float) -> float:
-        """Clip and update the parameters; returns the learning rate."""
-        training = self._config.training
-        rate = training.learning_rate.at(iteration, steps=training.steps)
+    def apply_gradients(self, iteration: int, gradients: Gradients) -> None:
+        """Clip and update the parameters."""
         with self._device.step("optimizer"):
-            self._optimizer.step(iteration=iteration, gradient_norm=norm, learning_rate=rate)
+            self._optimizer.step(
+                gradient_norm=gradients.agreed.norm,
+                learning_rate=self._learning_rate(iteration),
+                loss_scale=gradients.loss_scale,
+            )
+        self._optimizer.gather()
         self._device.synchronize()
-        return rate
+
+    def _learning_rate(self, iteration: int) -> float:
+        training = self._config.training
+        return training.learning_rate.at(iteration, steps=training.steps)
+
+    def _decide(self, iteration: int, agreed: Agreed) -> bool:
+        """Whether to update. A gradient that overflowed in fp16 only asks for a smaller scale, while there is
+        one."""
+        overflow = self._loss_scale.dynamic and not agreed.finite and not agreed.bad_pipelines
+        if overflow and not self._loss_scale.exhausted:
+            self._loss_scale.saw(finite=False)
+            return False
+        self._loss_scale.saw(finite=agreed.finite)
+        return updates(agreed, iteration=iteration, on_nan=self._config.on_nan, place=self._place)
 
     def save_weights(self, path: Path) -> None:
         """Write the whole model to one safetensors file on rank 0's host."""
@@ -227,27 +263,43 @@ class Trainer:
         if self._config.deterministic:
             use_deterministic_algorithms(False)
 
-    def _agree(self, iteration: int, losses: list[torch.Tensor]) -> tuple[float, float]:
-        """Loss and gradient norm of the world, and whether they are finite: one collective for all.
-
-        Each pipeline's loss has an entry of its own, so that a bad one is named.
-        """
-        entries = [0.0] * len(self._plan.pipelines)
-        # TP ranks hold the same loss: the first speaks for all.
-        if losses and self._place.tp_rank == 0:
-            entries[self._place.pipeline] = math.fsum(torch.stack(losses).tolist())
-        told = torch.tensor(entries, dtype=torch.float32, device=self._device.torch_device)
-        shared = torch.cat([told, self._sync.square_sum().reshape(1)])
-        dist.all_reduce(shared)
-        *by_pipeline, square = shared.tolist()
-        bad = [str(index) for index, loss in enumerate(by_pipeline) if not math.isfinite(loss)]
-        if bad:
-            raise NonFiniteLoss(
-                f"iteration {iteration}: the loss of pipeline {', '.join(bad)} is not finite; lower"
-                " learning_rate, or train in fp32",
-                place=self._place,
+    def _make_update(self, layout: GradientLayout) -> tuple[GradientSync, Optimizer | ShardedOptimizer]:
+        """What sums gradients, and what updates parameters from them: all of the rank's, or its shards."""
+        plan, rank, training = self._plan, self._place.rank, self._config.training
+        calls, sections, groups = layout.calls_of(rank), layout.sections_of(rank), self._groups.reductions()
+        optimizer: Optimizer | ShardedOptimizer
+        transport: CallTransport
+        shards = None
+        if plan.zero_stage:
+            shards = shards_of(plan, layout, rank)
+            sharding = shard_transport(
+                plan, rank, groups, parameter_dtype=DTYPES[plan.dtypes.param], device=self._device
             )
-        return math.fsum(by_pipeline), math.sqrt(square) if square >= 0 else math.nan
+            transport = sharding
+            optimizer = ShardedOptimizer(
+                buffer=self._buffer,
+                sections=sections,
+                shards=shards,
+                calls=calls,
+                transport=sharding,
+                decays={handle.spec.name: handle.spec.decays for handle in self._handles},
+                settings=training.optimizer,
+                gradient_clip=training.gradient_clip,
+            )
+        else:
+            transport = gradient_transport(plan, rank, calls, groups, self._device)
+            optimizer = Optimizer(
+                buffer=self._buffer, settings=training.optimizer, gradient_clip=training.gradient_clip
+            )
+        sync = GradientSync(
+            buffer=self._buffer,
+            layout=layout,
+            rank=rank,
+            transport=transport,
+            before_launch=self._device.passed,
+            shards=shards,
+        )
+        return sync, optimizer
 
     def _make_runner(self) -> StageRunner:
         plan, place = self._plan, self._place
@@ -255,7 +307,7 @@ class Trainer:
         exchange = Exchange(
             plan=plan,
             place=place,
-            transports=_message_transports(plan, place, self._groups),
+            transports=message_transports(plan, place, self._groups),
             dtype=DTYPES[plan.dtypes.param],
             device=self._device.torch_device,
         )
@@ -266,8 +318,6 @@ class Trainer:
             stages=len(pipeline.stages),
             stage=place.stage,
             micro_batches=pipeline.micro_batches,
-            # Every token of the global batch counts: the text has no unlabelled ones.
-            loss_scale=1.0 / (plan.global_batch_size * plan.sequence_length),
             before_last_backward=self._sync.arm if plan.overlap else None,
         )
 
@@ -313,30 +363,6 @@ def _batches(config: TrainerConfig, place: RankPlace, device: Device) -> Replica
         seed=config.training.seed,
     )
     return ReplicaBatches(plan=config.plan, place=place, samples=samples, device=device.torch_device)
-
-
-def _message_transports(
-    plan: Plan, place: RankPlace, groups: ProcessGroups
-) -> dict[MessageKind, MessageTransport]:
-    kinds: tuple[MessageKind, ...] = ("activations", "gradients")
-    found: dict[MessageKind, MessageTransport] = {}
-    for kind in kinds:
-        group = groups.exchange(kind, place.pipeline)
-        if group is not None:
-            found[kind] = GroupMessages(group)
-    if plan.cluster.emulated:
-        return {kind: PacedMessages(inner, plan=plan, place=place) for kind, inner in found.items()}
-    return found
-
-
-def _gradient_transport(
-    plan: Plan, rank: int, layout: GradientLayout, groups: ProcessGroups, device: Device
-) -> CallTransport:
-    reductions = groups.reductions()
-    transport = make_transport(
-        plan, reductions, rank=rank, calls=layout.calls_of(rank), device=device.torch_device
-    )
-    return PacedCalls(transport, groups=reductions, plan=plan) if plan.cluster.emulated else transport
 
 
 def _events(

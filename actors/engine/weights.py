@@ -30,15 +30,15 @@ _SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 def initial_parameter(parameter: Parameter, *, model: ModelSpec, seed: int) -> torch.Tensor:
     """A parameter's first value, whole, fp32, on the CPU: the same under every plan.
 
-    As in GPT-2: matrices normal with deviation 0.02, those that write to the residual stream divided by
-    sqrt(2 x layers); norms 1; biases 0. Drawn from a generator of the parameter's own, seeded by
-    (seed, name).
+    Matrices are normal with deviation 0.02, as the configurations of GPT-2 and LLaMA say; in a GPT-3, as in
+    GPT-2, those that write to the residual stream are divided by sqrt(2 x layers). Norms are 1, biases 0.
+    Drawn from a generator of the parameter's own, seeded by (seed, name).
     """
     if len(parameter.shape) == 1:
         # Only norms and biases are vectors, and only norms have a vector for a weight.
         return torch.full(parameter.shape, 1.0 if parameter.name.endswith(".weight") else 0.0)
     deviation = INITIAL_DEVIATION
-    if parameter.name.endswith(_RESIDUAL_OUTPUTS):
+    if model.family == "gpt3" and parameter.name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
     digest = hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,17 @@ def make_request(
     memory_scale: float = 1.0,
     equal_batches: bool = False,
     profiles: Path | None = None,
+    objective: str = "time",
+    throughput_floor: float | None = None,
+    prices: Sequence[str] = (),
+    recompute: bool = True,
+    zero: str = "0,1,2",
 ) -> tuple[PlanRequest, ProfileTable | None]:
     """The request that the options describe, and the table of `--profiles`; UserError names the option."""
     from planner.cluster import resolve_cluster
     from planner.errors import parse
     from planner.model_spec import resolve_model
+    from planner.prices import parse_prices, with_prices
     from planner.request import PlanRequest
 
     spec = resolve_model(model)
@@ -39,13 +46,17 @@ def make_request(
         PlanRequest,
         {
             "model": spec,
-            "cluster": resolve_cluster(cluster),
+            "cluster": with_prices(resolve_cluster(cluster), parse_prices(prices)),
             "global_batch_size": global_batch_size,
             "sequence_length": sequence_length or spec.max_sequence_length,
             "dtypes": {"param": precision},
             "strategy": strategy,
             "emulation": {"memory_scale": memory_scale},
             "equal_batches": equal_batches,
+            "objective": objective,
+            "throughput_floor": throughput_floor,
+            "recompute": recompute,
+            "zero_stages": _zero_stages(zero),
         },
         source=command,
     )
@@ -56,6 +67,16 @@ def make_request(
     measured, table, links = with_profiles(request, profiles)
     tell_profiles(table, links)
     return measured, table
+
+
+def _zero_stages(text: str) -> tuple[int, ...]:
+    from planner.errors import UserError
+
+    known = {"0": 0, "1": 1, "2": 2}
+    names = [name.strip() for name in text.split(",")]
+    if any(name not in known for name in names):
+        raise UserError(f"--zero = {text!r}: the ZeRO stages are 0, 1 and 2; write some of them, as in 0,1")
+    return tuple(sorted({known[name] for name in names}))
 
 
 def tell_profiles(table: ProfileTable, links: tuple[LinkSource, ...]) -> None:

@@ -33,6 +33,17 @@ def compare(
     profiles: Annotated[
         Path | None, typer.Option(help="folder of measured or imported profiles [default: datasheets]")
     ] = None,
+    objective: Annotated[str, typer.Option(help="what to minimise: time or cost (of a token)")] = "time",
+    throughput_floor: Annotated[
+        float | None, typer.Option(help="with --objective cost: tokens a second that a plan must reach")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="a device type's price an hour, as in 910B2=4.5; may be repeated")
+    ] = None,
+    no_recompute: Annotated[
+        bool, typer.Option("--no-recompute", help="no stage recomputes operators in backward")
+    ] = False,
+    zero: Annotated[str, typer.Option(help="ZeRO stages to choose from, separated by commas")] = "0,1,2",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write the table and all plans here")
     ] = None,
@@ -50,6 +61,11 @@ def compare(
         sequence_length=sequence_length,
         precision=precision,
         profiles=profiles,
+        objective=objective,
+        throughput_floor=throughput_floor,
+        prices=price or (),
+        recompute=not no_recompute,
+        zero=zero,
         command="eth compare",
     )
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -79,6 +95,13 @@ def _show(request: PlanRequest, found: Comparison) -> None:
 
 def _bound_lines(found: Comparison) -> list[str]:
     """The proven bound of every plan, where a strategy worked it out."""
+    if found.objective == "cost":
+        costs = [row.plan.predicted for row in found.rows if row.plan and row.plan.predicted]
+        least = [p.lower_bound_cost_per_million_tokens for p in costs]
+        cheapest = max((cost for cost in least if cost is not None), default=None)
+        if cheapest is None:
+            return []
+        return [f"No plan that is fast enough costs less than {cheapest:.4g} per million tokens."]
     bounds = [row.plan.predicted for row in found.rows if row.plan and row.plan.predicted]
     known = [p.lower_bound_seconds for p in bounds if p.lower_bound_seconds is not None]
     return [f"No plan of our class is predicted below {max(known):.4g} s."] if known else []
@@ -90,22 +113,30 @@ def _strategies(found: Comparison) -> Table:
     table = Table(pad_edge=False)
     table.add_column("Strategy", no_wrap=True)
     reference = found.reference
-    for column in ("Iteration", "Samples/s", f"/ {reference.strategy if reference else 'eth'}", "/ ideal"):
+    columns = ["Iteration", "Samples/s", f"/ {reference.strategy if reference else 'eth'}", "/ ideal"]
+    if _priced(found):
+        columns.append("Cost/Mtoken")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("Pipelines x stages", "Fullest"):
         table.add_column(column, no_wrap=column == "Fullest")
-    table.add_column("Why it takes longer")
+    table.add_column("Why it takes longer" if found.objective == "time" else "Devices used")
     for row in found.rows:
         table.add_row(row.strategy, *_cells(found, row))
     return table
 
 
+def _priced(found: Comparison) -> bool:
+    return any(row.cost is not None for row in found.rows)
+
+
 def _cells(found: Comparison, row: Row) -> list[str]:
+    from planner.describe import used_words
     from planner.explain import fullest_share
     from planner.why import pipeline_words
 
     if row.plan is None or row.seconds is None:
-        return ["-", "-", "-", "-", "-", "-", row.reason]
+        return ["-"] * (7 if _priced(found) else 6) + [row.reason]
     predicted, ratio = row.plan.predicted, found.ratio(row)
     assert predicted is not None and ratio is not None
     return [
@@ -113,9 +144,10 @@ def _cells(found: Comparison, row: Row) -> list[str]:
         f"{predicted.samples_per_second:.4g}",
         f"{ratio:.3f}",
         f"{row.seconds / found.ideal_seconds:.3f}",
+        *([f"{row.cost:.4g}"] if row.cost is not None else []),
         pipeline_words(row.plan),
         f"{fullest_share(row.plan):.0%}",
-        _difference_words(found, row),
+        _difference_words(found, row) if found.objective == "time" else used_words(row.plan),
     ]
 
 
@@ -157,6 +189,7 @@ def _data(request: PlanRequest, found: Comparison) -> dict[str, Any]:
             {
                 "strategy": row.strategy,
                 "iteration_seconds": row.seconds,
+                "cost_per_million_tokens": row.cost,
                 "ratio": found.ratio(row),
                 "reason": row.reason or None,
                 "terms": asdict(row.terms) if row.terms else None,
@@ -169,6 +202,7 @@ def _data(request: PlanRequest, found: Comparison) -> dict[str, Any]:
         "global_batch_size": request.global_batch_size,
         "sequence_length": request.sequence_length,
         "precision": request.dtypes.param,
+        "objective": found.objective,
         "ideal_seconds": found.ideal_seconds,
         "achieved_flops": found.achieved_flops,
         "rows": rows,

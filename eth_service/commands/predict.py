@@ -31,6 +31,7 @@ def predict(
     from planner.cost.price import price_plan
     from planner.items import items_of
     from planner.plan import read_plan
+    from planner.prices import with_cost
     from planner.profile.table import ProfileTable
     from planner.simulate import simulate
 
@@ -44,7 +45,7 @@ def predict(
     profile: ProfileTable | None = table
     simulated = simulate(read, profile=profile, events=False).iteration_seconds
     predicted = price_plan(read, profile=profile).model_copy(update={"simulated_seconds": simulated})
-    priced = read.model_copy(update={"predicted": predicted})
+    priced = with_cost(read.model_copy(update={"predicted": predicted}))
     if json_file is not None:
         write_text(priced.model_dump_json(indent=2), json_file)
     _show(priced, items_of(read, profile=profile), profile)
@@ -58,7 +59,7 @@ def _show(plan: Plan, items: PlanItems, profile: object) -> None:
     out.print(title(plan), soft_wrap=True)
     for pipeline, found in _distinct(plan, items):
         out.print(_pipeline_table(plan, pipeline, found))
-        for line in _pipeline_lines(found[0]):
+        for line in _pipeline_lines(pipeline[0], found[0]):
             out.print(line, soft_wrap=True)
     if items.gradients:
         out.print(_gradient_table(plan, items))
@@ -66,12 +67,21 @@ def _show(plan: Plan, items: PlanItems, profile: object) -> None:
     out.print(
         f"Iteration: last backward {format_seconds(items.backward_end)}"
         f" + gradients {format_seconds(items.gradient_end - items.backward_end)}"
-        f" + optimizer {format_seconds(items.optimizer)} = {format_seconds(items.iteration)};"
+        f" + optimizer {format_seconds(items.optimizer)}"
+        + (f" + gathering {format_seconds(items.gather)}" if items.gather else "")
+        + f" = {format_seconds(items.iteration)};"
         f" {plan.global_batch_size / items.iteration:.4g} samples/s."
         f" Replayed event by event: {format_seconds(plan.predicted.simulated_seconds)}.",
         soft_wrap=True,
     )
-    for line in _memory_lines(plan, items):
+    lines = [*_memory_lines(plan, items)]
+    if plan.zero_stage:
+        lines.append(_zero_line(plan))
+    if source := _source_line(plan):
+        lines.append(source)
+    if plan.predicted.cost_per_million_tokens is not None:
+        lines.append(f"Cost: {plan.predicted.cost_per_million_tokens:.4g} per million tokens.")
+    for line in lines:
         out.print(line, soft_wrap=True)
 
 
@@ -79,7 +89,10 @@ def _distinct(plan: Plan, items: PlanItems) -> list[tuple[list[PipelinePlan], li
     """Pipelines with equal items together."""
     groups: dict[object, tuple[list[PipelinePlan], list[PipelineItems]]] = {}
     for pipeline, found in zip(plan.pipelines, items.pipelines, strict=True):
-        looks = tuple((stage.tp, stage.dp, stage.rows, stage.layers) for stage in pipeline.stages)
+        looks = tuple(
+            (stage.tp, stage.dp, stage.rows, stage.layers, tuple(stage.recompute.items()))
+            for stage in pipeline.stages
+        )
         own = groups.setdefault((found, looks, pipeline.samples), ([], []))
         own[0].append(pipeline)
         own[1].append(found)
@@ -126,14 +139,51 @@ def _stage_cells(plan: Plan, stage: StagePlan, items: StageItems) -> list[str]:
     ]
 
 
-def _pipeline_lines(items: PipelineItems) -> list[str]:
+def _pipeline_lines(pipeline: PipelinePlan, items: PipelineItems) -> list[str]:
     from planner.units import format_seconds
 
+    inside = []
+    for number, (stage, found) in enumerate(zip(pipeline.stages, items.stages, strict=True)):
+        if found.recompute:
+            counts = ", ".join(f"{count} {name}" for name, count in stage.recompute.items() if count)
+            inside.append(
+                f"Stage {number} recomputes {counts}: {format_seconds(found.recompute)} of its backward."
+            )
+        if found.scatter:
+            inside.append(
+                f"Stage {number} reduces and scatters its gradients over its replicas (ZeRO-2):"
+                f" {format_seconds(found.scatter)} of its backward."
+            )
     return [
+        *inside,
         f"Fill {format_seconds(items.fill)} + {items.micro_batches - 1} x period"
         f" {format_seconds(items.period)} + drain {format_seconds(items.drain)}"
-        f" = {format_seconds(items.end)}"
+        f" = {format_seconds(items.end)}",
     ]
+
+
+def _zero_line(plan: Plan) -> str:
+    scope = "all holders of a block" if plan.zero_scope == "all" else "the replicas of a stage"
+    what = "optimizer state" if plan.zero_stage == 1 else "optimizer state and gradients"
+    return f"ZeRO-{plan.zero_stage} shares {what}; optimizer state over {scope}."
+
+
+def _source_line(plan: Plan) -> str | None:
+    """What priced the collectives, where it was not the links alone."""
+    assert plan.predicted is not None
+    told = []
+    for name, sources in (
+        ("of gradients", plan.predicted.gradient_collectives),
+        ("of stages with TP", plan.predicted.tp_collectives),
+    ):
+        if sources is not None and (sources.measured or sources.operators):
+            counts = (
+                (sources.measured, "by measured times"),
+                (sources.operators, "within the operators' measured times"),
+                (sources.links, "by the links"),
+            )
+            told.append(f"{name} " + ", ".join(f"{count} {how}" for count, how in counts if count))
+    return f"Collectives: {'; '.join(told)}." if told else None
 
 
 def _gradient_table(plan: Plan, items: PlanItems) -> Table:

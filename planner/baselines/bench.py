@@ -6,23 +6,23 @@ layers) and prices the best few in full. Budgets count evaluations, so results d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.baselines.after import After
 from planner.baselines.forms import Form, covered, tp_degrees
+from planner.baselines.memory_savers import Zero, ZeroStage, zero_order
 from planner.baselines.seats import seat
 from planner.baselines.sketch import Chain, Settled, Sketch
-from planner.baselines.splits import Splitter
-from planner.cost.gradient import update_bytes_per_value
-from planner.cost.held import held_values
-from planner.cost.links import all_reduce_seconds
+from planner.baselines.splits import LayerPlan, Splitter
 from planner.cost.memory import MemoryModel
+from planner.cost.plan_memory import check_memory
 from planner.cost.price import with_prediction
 from planner.cost.stages import StageCost
 from planner.errors import UserError
 from planner.local_batches import Pace
 from planner.plan import PipelinePlan, Plan, StagePlan
-from planner.profile.analytic import PRECISION_BYTES
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.assemble import plan_of
@@ -33,14 +33,26 @@ from planner.units import format_bytes
 _HOPELESS = 1.15
 # A sketch that does not fit costs little, so many more of them may be seen than are settled.
 _TRIES_A_SETTLED = 20
+# On a small budget so many are seen even if none fits.
+_THIN_TRIES = 2
+# What is this much above the plan to beat is not changed any further.
+_NEAR_UPPER = 1.03
+# Up to so many devices a peer is searched in full beside another strategy: it takes a fraction of a second.
+_FEW_DEVICES = 8
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many sketches are settled, and how many of them priced."""
+    """How many sketches are settled, and how many of them priced.
+
+    `upper`: seconds that a plan must stay below to be of use; what is far above is neither priced nor changed.
+    `changes`: whether the best sketches are then changed stage by stage, though none may be near `upper`.
+    """
 
     settled: int
     priced: int
+    upper: float = float("inf")
+    changes: bool = True
 
     @classmethod
     def for_devices(cls, devices: int) -> Budget:
@@ -48,6 +60,20 @@ class Budget:
         if devices <= 64:
             return cls(settled=600, priced=40)
         return cls(settled=400, priced=24) if devices <= 256 else cls(settled=240, priced=12)
+
+    @classmethod
+    def beside(cls, devices: int, *, upper: float) -> Budget:
+        """A fraction of that, for when a good plan is known and only a better one is of use."""
+        if devices <= _FEW_DEVICES:
+            return replace(cls.for_devices(devices), upper=upper)
+        if devices <= 64:
+            return cls(settled=24, priced=4, upper=upper, changes=False)
+        return cls(settled=40, priced=6, upper=upper, changes=False)
+
+    @property
+    def improves(self) -> bool:
+        """Whether what was priced is changed; with an `upper`, all that was priced is near it."""
+        return self.changes or self.upper < float("inf")
 
 
 class Bench:
@@ -60,6 +86,7 @@ class Bench:
         profile: ProfileTable,
         types: Collection[str] | None = None,
         offer: Offer = ignore,
+        budget: Budget | None = None,
     ) -> None:
         """`types` are those to use, None means all; `offer` is told of every plan that is priced."""
         self._offer = offer
@@ -83,10 +110,17 @@ class Bench:
         self.counts = {
             type_: count for type_, count in request.cluster.counts.items() if types is None or type_ in types
         }
-        self.budget = Budget.for_devices(sum(self.counts.values()))
+        self.budget = budget or Budget.for_devices(sum(self.counts.values()))
         self.settled_count = self.priced_count = self.seen_count = 0
-        self._splits = Splitter(self.cost, self.memory)
-        self._after: dict[tuple[object, ...], float] = {}
+        self._splits = Splitter(
+            self.cost,
+            self.memory,
+            recompute=request.recompute,
+            upper=self.budget.upper * _NEAR_UPPER,
+        )
+        zero_stages = zero_order(request)
+        self.zero_stages = zero_stages if self.budget.changes else zero_stages[:1]
+        self._after = After(request, self.profile)
 
     def degrees(self, type_: str) -> tuple[int, ...]:
         """TP degrees that fit into the type's largest node."""
@@ -100,16 +134,46 @@ class Bench:
         """Seconds that one more layer of a micro-batch takes."""
         return self._splits.layer_seconds(form)
 
+    def micro_batch_sizes(self, most: int) -> list[int]:
+        """Every small size, then powers of two and three times them; powers of two alone on a small budget."""
+        thin = not self.budget.changes
+        return [
+            m
+            for m in range(1, most + 1)
+            if _is_power(m) or (not thin and (m <= 8 or (m % 3 == 0 and _is_power(m // 3))))
+        ]
+
     def covers(self, form: Form) -> bool:
         return covered(self.cost, form)
 
     def quick_estimate(self, chain: Chain, micro_batches: int) -> float:
         """Eq. 1 of a chain whose layers could be split at will, without ends and transfers."""
-        period = self.layers / sum(1 / self.layer_seconds(form) for form in chain)
+        speed = sum(count / self.layer_seconds(form) for form, count in Counter(chain).items())
+        period = self.layers / speed
         return period * (len(chain) + micro_batches - 1)
 
     def settle(
         self,
+        sketch: Sketch,
+        share: Callable[[Sequence[Pace]], Sequence[int]],
+        *,
+        expected: Sequence[int],
+        layers: Sequence[int] | None = None,
+    ) -> Settled | None:
+        """The better of `settle_with` the first ZeRO stage that fits, and with a later one where it helps."""
+        best: Settled | None = None
+        for stage in self.zero_stages:
+            # Without recomputation there is nothing to win by more sharding.
+            if best is not None and (stage < 2 or not best.recomputes):
+                continue
+            found = self.settle_with(stage, sketch, share, expected=expected, layers=layers)
+            if found is not None and (best is None or found.estimate < best.estimate):
+                best = found
+        return best
+
+    def settle_with(
+        self,
+        zero_stage: ZeroStage,
         sketch: Sketch,
         share: Callable[[Sequence[Pace]], Sequence[int]],
         *,
@@ -124,16 +188,17 @@ class Bench:
         self.seen_count += 1
         if any(len(chain) > self.layers + 2 for chain in sketch.pipelines):
             return None
+        zero = Zero(zero_stage, self.request.zero_scope, len(sketch.pipelines))
         size, splits = sketch.micro_batch_size, []
         counts = [-(-samples // size) for samples in expected]
         distinct = set(zip(sketch.pipelines, counts, strict=True))
-        if not all(self._splits.limits(chain, count) for chain, count in distinct):
+        if not all(self._splits.may_fit(chain, count, zero) for chain, count in distinct):
             return None
         seats = seat(self.request.cluster, sketch.pipelines, aligned=sketch.aligned)
         if seats is None:
             return None
         for chain, devices, count in zip(sketch.pipelines, seats, counts, strict=True):
-            found = self._splits.split(chain, devices, count, layers)
+            found = self._splits.split(chain, devices, count, layers, zero)
             if found is None:
                 return None
             splits.append(found)
@@ -143,17 +208,17 @@ class Bench:
         if min(samples) < 1:
             return None
         pipelines = tuple(
-            _pipeline(index, chain, devices, split.layers, size, count)
+            _pipeline(index, chain, devices, split, size, count)
             for index, (chain, devices, split, count) in enumerate(
                 zip(sketch.pipelines, seats, splits, samples, strict=True)
             )
         )
         ends = [pace.end_seconds(pace.micro_batches(n)) for pace, n in zip(paces, samples, strict=True)]
         after = max(
-            self._after_seconds(chain, split.layers, len(pipelines))
+            self._after.seconds(chain, split.layers, zero)
             for chain, split in set(zip(sketch.pipelines, splits, strict=True))
         )
-        return Settled(sketch, pipelines, tuple(paces), max(ends), max(ends) + after)
+        return Settled(sketch, zero_stage, pipelines, tuple(paces), max(ends), max(ends) + after)
 
     def best(
         self,
@@ -178,7 +243,11 @@ class Bench:
         found: list[Settled] = []
         best, most = float("inf"), self.budget.settled
         for tries, (quick, sketch) in enumerate(self._ordered(sketches, micro_batches)):
-            if quick > best * _HOPELESS or len(found) >= most or (found and tries > most * _TRIES_A_SETTLED):
+            if quick > min(best * _HOPELESS, self.budget.upper):
+                break
+            if len(found) >= most or (found and tries > most * _TRIES_A_SETTLED):
+                break
+            if tries > most * _THIN_TRIES and not self.budget.changes:
                 break
             settled = settle(sketch)
             if settled is not None:
@@ -198,13 +267,19 @@ class Bench:
         return sorted(order, key=lambda one: one[0])
 
     def priced(self, found: Iterable[Settled]) -> list[tuple[float, Settled, Plan]]:
-        """Their full prices, best first."""
+        """Their full prices, best first, of those that may be of use."""
         priced = []
         for settled in found:
-            plan = self.price(self.plan(settled.pipelines))
+            if not self.of_use(settled.end_seconds):
+                continue
+            plan = self.price(self.plan(settled.pipelines, settled.zero_stage))
             assert plan.predicted is not None
             priced.append((plan.predicted.iteration_seconds, settled, plan))
         return sorted(priced, key=lambda one: one[0])
+
+    def of_use(self, seconds: float) -> bool:
+        """Whether a plan whose backward ends no sooner may be better than the one to beat, or become so."""
+        return seconds < self.budget.upper * _NEAR_UPPER
 
     def price(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
@@ -213,11 +288,20 @@ class Bench:
         self._offer(priced)
         return priced
 
-    def plan(self, pipelines: Sequence[PipelinePlan]) -> Plan:
+    def finished(self, settled: Settled) -> Plan:
+        """The priced plan, with statistics; without ZeRO where that fits as well and is quicker."""
+        found = [self.price(self.plan(settled.pipelines, settled.zero_stage))]
+        if settled.zero_stage and 0 in self.zero_stages:
+            plain = self.plan(settled.pipelines, 0)
+            if plan_fits(plain):
+                found.append(self.price(plain))
+        return min(found, key=iteration_seconds).model_copy(update={"search": self.statistics()})
+
+    def plan(self, pipelines: Sequence[PipelinePlan], zero_stage: ZeroStage) -> Plan:
         """A Plan of these pipelines, all other devices idle."""
         used = {device for pipeline in pipelines for device in pipeline.devices}
         idle = tuple(device.id for device in self.request.cluster.devices if device.id not in used)
-        return plan_of(self.request, pipelines, idle=idle, profile=self.profile)
+        return plan_of(self.request, pipelines, idle=idle, profile=self.profile, zero_stage=zero_stage)
 
     def statistics(self) -> dict[str, int]:
         """For the plan's record."""
@@ -227,6 +311,15 @@ class Bench:
             "plans_priced": self.priced_count,
         }
 
+    def _forbidden(self) -> str:
+        """What the request does not allow that would save memory, and the remedy."""
+        without = [] if self.request.recompute else ["recomputation"]
+        if not any(self.request.zero_stages):
+            without.append("ZeRO")
+        if not without:
+            return "; use `--strategy eth`, more devices or a shorter sequence"
+        return f" without {' and '.join(without)}; allow it, use `--strategy eth` or more devices"
+
     def cannot_fit(self, what: str) -> UserError:
         """Says what the peer tried, and the memory it had."""
         memory = ", ".join(
@@ -235,49 +328,8 @@ class Bench:
         )
         return UserError(
             f"strategy = {self.request.strategy!r}: model {self.request.model.name} does not fit; {what}"
-            f" within {memory} (nothing is recomputed); use `--strategy eth`, more devices or a shorter"
-            " sequence"
+            f" within {memory}{self._forbidden()}"
         )
-
-    def _after_seconds(self, chain: Chain, layers: Sequence[int], pipelines: int) -> float:
-        """About what gradients and optimizer take, of the stage that takes longest."""
-        last = len(chain) - 1
-        return max(
-            self._stage_after(form, count, stage == 0, stage == last, pipelines)
-            for stage, (form, count) in enumerate(zip(chain, layers, strict=True))
-        )
-
-    def _stage_after(self, form: Form, layers: int, embedding: bool, head: bool, pipelines: int) -> float:
-        key = (form, layers, embedding, head, pipelines)
-        if key not in self._after:
-            dtypes = self.request.dtypes
-            values = held_values(self.request.model, form.tp, layers, embedding, head).numel
-            update = max(
-                self.profile.streaming_seconds(
-                    device_type=type_, moved_bytes=values * update_bytes_per_value(dtypes)
-                )
-                for type_, _ in form.loads
-            )
-            links, nodes = self.request.cluster.links, self.request.cluster.nodes
-            link = min(
-                (
-                    links.between(type_a=type_, type_b=type_, same_node=len(nodes) == 1)
-                    for type_, _ in form.loads
-                ),
-                key=lambda one: one.bandwidth,
-            )
-            sync = all_reduce_seconds(
-                link,
-                members=len(form.replicas) * pipelines,
-                message_bytes=float(values * PRECISION_BYTES[dtypes.wire]),
-            )
-            self._after[key] = update + sync
-        return self._after[key]
-
-
-def micro_batch_sizes(most: int) -> list[int]:
-    """Every small size, then powers of two and three times them."""
-    return [m for m in range(1, most + 1) if m <= 8 or m & (m - 1) == 0 or (m % 3 == 0 and _is_power(m // 3))]
 
 
 def _is_power(number: int) -> bool:
@@ -288,12 +340,14 @@ def _pipeline(
     index: int,
     chain: Chain,
     devices: Sequence[tuple[str, ...]],
-    layers: Sequence[int],
+    split: LayerPlan,
     size: int,
     samples: int,
 ) -> PipelinePlan:
     stages, first = [], 0
-    for number, (form, ids, count) in enumerate(zip(chain, devices, layers, strict=True)):
+    for number, (form, ids, count, recompute) in enumerate(
+        zip(chain, devices, split.layers, split.recompute, strict=True)
+    ):
         stages.append(
             StagePlan(
                 devices=ids,
@@ -303,6 +357,7 @@ def _pipeline(
                 layers=(first, first + count),
                 embedding=number == 0,
                 head=number == len(chain) - 1,
+                recompute=dict(recompute),
             )
         )
         first += count
@@ -313,3 +368,18 @@ def _pipeline(
         local_batch_size=-(-samples // size) * size,
         stages=tuple(stages),
     )
+
+
+def iteration_seconds(plan: Plan) -> float:
+    """Of a priced plan."""
+    assert plan.predicted is not None
+    return plan.predicted.iteration_seconds
+
+
+def plan_fits(plan: Plan) -> bool:
+    """Whether every stage of a plan fits its devices."""
+    try:
+        check_memory(plan)
+    except UserError:
+        return False
+    return True

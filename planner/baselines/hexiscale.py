@@ -20,7 +20,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from planner.baselines.bench import Bench, micro_batch_sizes
+from planner.baselines.bench import Bench, Budget
 from planner.baselines.forms import Form, filled, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
 from planner.local_batches import Pace, equal_shares
@@ -43,9 +43,10 @@ def plan(
     profile: ProfileTable,
     progress: Callable[[str], None],
     offer: Offer = ignore,
+    budget: Budget | None = None,
 ) -> Plan:
     """The best such pipelines. UserError if none fit."""
-    bench = Bench(request, profile=profile, offer=offer)
+    bench = Bench(request, profile=profile, offer=offer, budget=budget)
     batch = request.global_batch_size
 
     def settle(sketch: Sketch) -> Settled | None:
@@ -70,7 +71,7 @@ def plan(
         found = _improved(bench, seconds, settled, settle)
         best = found if best is None or found[0] < best[0] else best
     assert best is not None
-    return bench.price(bench.plan(best[1].pipelines)).model_copy(update={"search": bench.statistics()})
+    return bench.finished(best[1])
 
 
 def _sketches(bench: Bench) -> Iterator[Sketch]:
@@ -78,7 +79,7 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
     types = list(bench.counts)
     orders = list(itertools.islice(itertools.permutations(range(len(types))), _MOST_ORDERS))
     degrees = [bench.degrees(type_) for type_ in types]
-    for size in micro_batch_sizes(min(batch, _LARGEST_MICRO_BATCH)):
+    for size in bench.micro_batch_sizes(min(batch, _LARGEST_MICRO_BATCH)):
         for tps in itertools.islice(itertools.product(*degrees), _MOST_COMBINATIONS):
             groups = [
                 filled(type_, bench.counts[type_], tp=tp, dp=1, micro_batch_size=size)

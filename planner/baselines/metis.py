@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from planner.baselines.bench import Bench, micro_batch_sizes
+from planner.baselines.bench import Bench, Budget
 from planner.baselines.forms import Form, balanced_mixes, filled, mixed, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
 from planner.local_batches import Pace
@@ -42,13 +42,14 @@ def plan(
     profile: ProfileTable,
     progress: Callable[[str], None],
     offer: Offer = ignore,
+    budget: Budget | None = None,
 ) -> Plan:
     """The best single pipeline. UserError if none fits."""
-    bench = Bench(request, profile=profile, offer=offer)
+    bench = Bench(request, profile=profile, offer=offer, budget=budget)
     found = best_pipeline(bench, progress=progress)
     if found is None:
         raise bench.cannot_fit("one pipeline over all devices cannot hold it")
-    return bench.price(bench.plan(found.pipelines)).model_copy(update={"search": bench.statistics()})
+    return bench.finished(found)
 
 
 def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled | None:
@@ -68,7 +69,8 @@ def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled |
     best: tuple[float, Settled] | None = None
     for seconds, settled, _ in priced[:_STARTS]:
         progress(f"metis: {seconds:.4g} s, stage by stage")
-        seconds, settled = _improved(bench, seconds, settled, settle)
+        if bench.budget.improves:
+            seconds, settled = _improved(bench, seconds, settled, settle)
         if best is None or seconds < best[0]:
             best = seconds, settled
     return best[1] if best else None
@@ -76,7 +78,7 @@ def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled |
 
 def _sketches(bench: Bench) -> Iterator[Sketch]:
     devices = sum(bench.counts.values())
-    for size in micro_batch_sizes(min(bench.request.global_batch_size, max(8, 2 * devices))):
+    for size in bench.micro_batch_sizes(min(bench.request.global_batch_size, max(8, 2 * devices))):
         by_type = [_fillings(bench, type_, size) for type_ in bench.counts]
         most = max(1, int(_MOST_COMBINATIONS ** (1 / len(by_type))))
         for order in itertools.permutations(range(len(by_type))):

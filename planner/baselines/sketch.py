@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.baselines.forms import Form
+from planner.baselines.memory_savers import ZeroStage
 from planner.local_batches import Pace
 from planner.plan import PipelinePlan
 
@@ -33,10 +34,16 @@ class Settled:
     """
 
     sketch: Sketch
+    zero_stage: ZeroStage
     pipelines: tuple[PipelinePlan, ...]
     paces: tuple[Pace, ...]
     end_seconds: float
     estimate: float
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any stage recomputes anything."""
+        return any(stage.recompute for pipeline in self.pipelines for stage in pipeline.stages)
 
 
 def replaced(chain: Chain, place: int, forms: Sequence[Form], *, count: int = 1) -> Chain:

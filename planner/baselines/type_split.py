@@ -15,13 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.baselines import metis
-from planner.baselines.bench import Bench
+from planner.baselines.bench import Bench, Budget, iteration_seconds, plan_fits
+from planner.baselines.memory_savers import ZeroStage
 from planner.cluster import Node
-from planner.cost.price import check_memory
-from planner.errors import UserError
 from planner.local_batches import Pace, allocate, equal_shares
 from planner.plan import PipelinePlan, Plan
 from planner.profile.table import ProfileTable
@@ -31,11 +30,14 @@ from planner.search.choice import SearchCounts
 from planner.search.combine import Combination
 from planner.search.device_groups import DeviceGrid
 from planner.search.grid_search import micro_batch_sizes
+from planner.search.savers import Savers
 from planner.search.shortlist import Offer, ignore
 from planner.search.stage_search import StageSearch
 
 # Devices of a type up to which the complete stage search is run.
 _MOST_DEVICES = 8
+# And up to which it may recompute: that squares the ways to build a stage.
+_MOST_RECOMPUTING_DEVICES = 3
 # Searches of all pipelines: for the likely samples, then for those assigned.
 _ROUNDS = 3
 
@@ -52,34 +54,53 @@ def plan(
     profile: ProfileTable,
     progress: Callable[[str], None],
     offer: Offer = ignore,
+    budget: Budget | None = None,
 ) -> Plan:
     """The best pipeline of every type that can hold the model. UserError if none can."""
-    split = _TypeSplit(request, profile, progress, offer)
-    best: tuple[float, Plan] | None = None
-    samples = split.likely_samples()
-    for _ in range(_ROUNDS):
-        found = split.best(samples)
-        if found is None or (best is not None and found[0] >= best[0] * (1 - 1e-9)):
-            break
-        best = found
-        samples = split.assigned(best[1])
+    bench = Bench(request, profile=profile, offer=offer, budget=budget)
+    best: Plan | None = None
+    for stage in bench.zero_stages:
+        # Further sharding only helps where memory binds.
+        if best is not None and stage == 2 and not (best.idle_devices or _recomputes(best)):
+            continue
+        if best is not None and stage == 0 and budget is not None:
+            continue
+        found = _TypeSplit(bench, progress, stage, rounds=_ROUNDS if budget is None else 1).plan()
+        if found is not None and (best is None or iteration_seconds(found) < iteration_seconds(best)):
+            best = found
     if best is None:
-        raise split.bench.cannot_fit("no type's devices alone can hold it")
-    return best[1].model_copy(update={"search": split.bench.statistics()})
+        raise bench.cannot_fit("no type's devices alone can hold it")
+    return best.model_copy(update={"search": bench.statistics()})
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 class _TypeSplit:
+    """The search under one ZeRO stage."""
+
     def __init__(
-        self,
-        request: PlanRequest,
-        profile: ProfileTable,
-        progress: Callable[[str], None],
-        offer: Offer,
+        self, bench: Bench, progress: Callable[[str], None], zero_stage: ZeroStage, *, rounds: int
     ) -> None:
-        self._request, self._profile, self._progress = request, profile, progress
-        self.bench = Bench(request, profile=profile, offer=offer)
-        self._types = list(self.bench.counts)
+        self._request = bench.request.model_copy(update={"zero_stages": (zero_stage,)})
+        self._profile, self._progress = bench.profile, progress
+        self._zero_stage, self._rounds = zero_stage, rounds
+        self.bench = bench
+        self._types = list(bench.counts)
         self._candidates: dict[tuple[str, int], list[_Candidate]] = {}
+
+    def plan(self) -> Plan | None:
+        """The best plan, priced; None if no type can hold the model."""
+        best: tuple[float, Plan] | None = None
+        samples = self.likely_samples()
+        for _ in range(self._rounds):
+            found = self.best(samples)
+            if found is None or (best is not None and found[0] >= best[0] * (1 - 1e-9)):
+                break
+            best = found
+            samples = self.assigned(best[1])
+        return best[1] if best else None
 
     def likely_samples(self) -> dict[str, int]:
         """Each type's part of the batch by its peak."""
@@ -117,13 +138,15 @@ class _TypeSplit:
             samples = equal_shares(len(chosen), global_batch_size=batch)
         else:
             samples = allocate([one.pace for one in chosen], global_batch_size=batch)
-        busy = [(one.pipeline, count) for one, count in zip(chosen, samples, strict=True) if count]
-        plan = self.bench.plan(renumbered([p for p, _ in busy], [count for _, count in busy]))
-        try:
-            check_memory(plan)
-        except UserError:
+        ends = [
+            one.pace.end_seconds(one.pace.micro_batches(n)) for one, n in zip(chosen, samples, strict=True)
+        ]
+        if not self.bench.of_use(max(ends)):
             return None
-        return plan
+        busy = [(one.pipeline, count) for one, count in zip(chosen, samples, strict=True) if count]
+        pipelines = renumbered([p for p, _ in busy], [count for _, count in busy])
+        plan = self.bench.plan(pipelines, self._zero_stage)
+        return plan if plan_fits(plan) else None
 
     def _of_type(self, type_: str, samples: int) -> list[_Candidate]:
         if (type_, samples) not in self._candidates:
@@ -136,7 +159,9 @@ class _TypeSplit:
 
     def _by_changes(self, type_: str, samples: int) -> Iterator[_Candidate]:
         part = self._request.model_copy(update={"global_batch_size": samples})
-        bench = Bench(part, profile=self._profile, types=[type_])
+        # What beats the plan to beat is seen when all types' pipelines stand together.
+        budget = replace(self.bench.budget, upper=math.inf)
+        bench = Bench(part, profile=self._profile, types=[type_], budget=budget)
         found = metis.best_pipeline(bench, progress=self._progress)
         for name in ("seen_count", "settled_count", "priced_count"):
             setattr(self.bench, name, getattr(self.bench, name) + getattr(bench, name))
@@ -155,6 +180,15 @@ class _TypeSplit:
             micro_batch_sizes=micro_batch_sizes(grid, samples),
             counts=SearchCounts(),
             tick=lambda: None,
+            savers=Savers(
+                recompute=(
+                    "all-or-none"
+                    if self._request.recompute and grid.devices <= _MOST_RECOMPUTING_DEVICES
+                    else "none"
+                ),
+                zero_stage=self._zero_stage,
+                zero_scope=self._request.zero_scope,
+            ),
         )
         for choice in search.best(grid.nodes, [samples])[0]:
             combination = Combination((grid.nodes,), (choice,), (samples,))

@@ -7,18 +7,21 @@ micro-batch size with which the global batch divides. The slowest device sets ev
 Here: all rectangles that fit into the cluster, on the types that its user would launch it on (every subset
 of the types, the fastest devices first; the others stay idle). TP groups are chosen and ranked in every way
 where they are few, else with like devices side by side, the fastest first or last; stages or replicas are
-outermost in that order. Every DP replica is a pipeline of the Plan. For clusters of up to 64 devices the
-cheapest is proven: rectangles are priced in the order of Eq. 1, which their price is never below, until it
-exceeds the best price.
+outermost in that order. Every DP replica is a pipeline of the Plan. Of these the cheapest is proven: they are
+settled in the order of what their layers take at least, and priced in the order of Eq. 1, which their price is
+never below, until that exceeds the best price.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
-from planner.baselines.bench import Bench, micro_batch_sizes
+from planner.baselines.bench import Bench, Budget
 from planner.baselines.forms import Form, pure
+from planner.baselines.memory_savers import ZeroStage
 from planner.baselines.sketch import Chain, Settled, Sketch
 from planner.local_batches import Pace
 from planner.plan import Plan
@@ -39,47 +42,61 @@ def plan(
     profile: ProfileTable,
     progress: Callable[[str], None],
     offer: Offer = ignore,
+    budget: Budget | None = None,
 ) -> Plan:
     """The best rectangle. UserError if none fits."""
-    bench = Bench(request, profile=profile, offer=offer)
+    bench = Bench(request, profile=profile, offer=offer, budget=budget)
 
-    def settle(sketch: Sketch) -> Settled | None:
+    def settle(zero_stage: ZeroStage, sketch: Sketch) -> Settled | None:
         shares = [request.global_batch_size // len(sketch.pipelines)] * len(sketch.pipelines)
 
         def share(paces: Sequence[Pace]) -> list[int]:
             return shares
 
         stages = len(sketch.pipelines[0])
-        return bench.settle(sketch, share, expected=shares, layers=[bench.layers // stages] * stages)
+        layers = [bench.layers // stages] * stages
+        return bench.settle_with(zero_stage, sketch, share, expected=shares, layers=layers)
 
     progress("uniform: rectangles")
-    found = sorted(_settled(bench, settle), key=lambda settled: settled.end_seconds)
-    best: tuple[float, Plan] | None = None
-    for index, settled in enumerate(found):
-        if best is not None and settled.end_seconds >= best[0]:
-            break
-        if index >= bench.budget.priced and len(request.cluster.devices) > _MOST_DEVICES:
-            break
-        ((seconds, _, priced),) = bench.priced([settled])
-        if best is None or seconds < best[0]:
-            best = seconds, priced
+    best = _cheapest(bench, settle)
     if best is None:
         raise bench.cannot_fit("no rectangle TP x PP x DP with equal layers holds it")
-    return best[1].model_copy(update={"search": bench.statistics()})
+    return best.model_copy(update={"search": bench.statistics()})
 
 
-def _settled(bench: Bench, settle: Callable[[Sketch], Settled | None]) -> list[Settled]:
-    """All rectangles that fit; of a large cluster the most promising."""
-    sketches = dict.fromkeys(_sketches(bench))
-    if len(bench.request.cluster.devices) > _MOST_DEVICES:
-        batch = bench.request.global_batch_size
-        return bench.settled(
-            sketches,
-            settle,
-            micro_batches=lambda sketch: batch // (len(sketch.pipelines) * sketch.micro_batch_size),
-        )
-    covered = (s for s in sketches if all(bench.covers(form) for chain in s.pipelines for form in chain))
-    return [settled for sketch in covered if (settled := settle(sketch)) is not None]
+def _cheapest(bench: Bench, settle: Callable[[ZeroStage, Sketch], Settled | None]) -> Plan | None:
+    """Rectangles in the order of what they take at least, settled and then priced as long as that is below
+    the best price."""
+    best: tuple[float, Plan] | None = None
+    waiting: list[tuple[float, int, Settled]] = []
+    for number, (least, sketch) in enumerate([*_ordered(bench), (math.inf, None)]):
+        limit = min(best[0] if best else math.inf, bench.budget.upper)
+        while waiting and waiting[0][0] <= least and waiting[0][0] < limit:
+            settled = heapq.heappop(waiting)[2]
+            for seconds, _, plan in bench.priced([settled]):
+                if best is None or seconds < best[0]:
+                    best = seconds, plan
+                    limit = min(limit, seconds)
+        if sketch is None or least >= limit:
+            break
+        for stage in bench.zero_stages:
+            found = settle(stage, sketch)
+            if found is not None:
+                heapq.heappush(waiting, (found.end_seconds, number * len(bench.zero_stages) + stage, found))
+    return best[1] if best else None
+
+
+def _ordered(bench: Bench) -> list[tuple[float, Sketch]]:
+    """All rectangles with Eq. 1 of their layers alone, the least first; those that a profile covers."""
+    batch, found = bench.request.global_batch_size, []
+    for sketch in dict.fromkeys(_sketches(bench)):
+        if not all(bench.covers(form) for chain in sketch.pipelines for form in set(chain)):
+            continue
+        stages = len(sketch.pipelines[0])
+        micro_batches = batch // (len(sketch.pipelines) * sketch.micro_batch_size)
+        slowest = max(bench.layer_seconds(form) for chain in sketch.pipelines for form in set(chain))
+        found.append((slowest * bench.layers / stages * micro_batches, sketch))
+    return sorted(found, key=lambda one: one[0])
 
 
 def _sketches(bench: Bench) -> Iterator[Sketch]:
@@ -87,7 +104,7 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
     stage_counts = [pp for pp in range(1, bench.layers + 1) if bench.layers % pp == 0]
     for types in _subsets(list(bench.counts)):
         degrees = set.intersection(*(set(bench.degrees(type_)) for type_ in types))
-        for size in micro_batch_sizes(min(batch, _LARGEST_MICRO_BATCH)):
+        for size in bench.micro_batch_sizes(min(batch, _LARGEST_MICRO_BATCH)):
             for tp in sorted(degrees):
                 groups = _groups(bench, types, tp, size)
                 for pp in stage_counts:

@@ -1,7 +1,8 @@
 """What autograd keeps of one micro-batch for backward, storage by storage, and what is live beside it.
 
-Operators share storages (a linear layer's input is the norm's output), so bytes are counted per storage,
-each once, and not per operator.
+Operators share storages (a linear layer's input is the norm's output), so bytes are counted per value that
+the operators hand on, each once, and not per operator. What is kept when some operators are recomputed
+follows from the same values (planner/cost/layer_flow.py).
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from planner.profile.analytic import PRECISION_BYTES
 
 
 @dataclass(frozen=True)
-class Storage:
-    """One tensor storage that is alive from an operator's forward to the backward of another."""
+class Value:
+    """One tensor that an operator of a layer makes.
+
+    `producer` is None for what comes in from outside the layer. `readers` are the operators whose forward
+    reads it. `saved` says that some backward reads it, so that it stays alive until then.
+    """
 
     name: str
     bytes: float
+    producer: str | None
+    readers: tuple[str, ...] = ()
+    saved: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,46 +82,98 @@ class ActivationSizes:
         return self.tokens * 4 * (2 if self.model.family == "gpt3" else 1)
 
 
-def layer_storages(sizes: ActivationSizes) -> list[Storage]:
-    """Everything one layer keeps of one micro-batch, in forward order."""
-    kept = [
-        Storage("layer input", sizes.hidden),
-        Storage("attention norm statistics", sizes.statistics),
-        Storage("attention norm output", sizes.hidden),
-        Storage("queries", sizes.heads),
-        Storage("keys", sizes.kv),
-        Storage("values", sizes.kv),
+def layer_values(sizes: ActivationSizes) -> list[Value]:
+    """Every value of one layer and one micro-batch, in forward order, storages that are shared once."""
+    statistics, hidden = sizes.statistics, sizes.hidden
+    return [
+        Value("layer input", hidden, None, ("attention_norm", "attention_residual")),
+        Value("attention norm statistics", statistics, "attention_norm"),
+        Value("attention norm output", hidden, "attention_norm", ("qkv",)),
+        *_queries(sizes),
         *_probabilities(sizes),
-        Storage("context", sizes.heads),
-        Storage("mlp norm input", sizes.hidden),
-        Storage("mlp norm statistics", sizes.statistics),
-        Storage("mlp norm output", sizes.hidden),
-        # Gated: gate, up, the activated gate and the product; plain: before and after the activation.
-        Storage("mlp inner", sizes.ffn * (4 if sizes.model.family == "llama" else 2)),
+        Value("context", sizes.heads, "context", ("attention_output",)),
+        Value("attention update", hidden, "attention_output", ("attention_residual",), saved=False),
+        *_residual_mask(sizes, "attention_residual"),
+        Value("mlp norm input", hidden, "attention_residual", ("mlp_norm", "mlp_residual")),
+        Value("mlp norm statistics", statistics, "mlp_norm"),
+        Value("mlp norm output", hidden, "mlp_norm", ("mlp_up", "mlp_gate_up")),
+        *_inner(sizes),
+        Value("mlp update", hidden, "mlp_down", ("mlp_residual",), saved=False),
+        *_residual_mask(sizes, "mlp_residual"),
     ]
-    if sizes.model.dropout:
-        kept.append(Storage("residual dropout masks", 2 * sizes.hidden / sizes.width))
-    return kept
 
 
-def _probabilities(sizes: ActivationSizes) -> list[Storage]:
-    """Softmax runs in fp32; the product with the values keeps its own copy in a narrower precision."""
-    kept = [Storage("softmax output", 4 * sizes.square)]
-    if sizes.width < 4:
-        kept.append(Storage("probabilities", sizes.width * sizes.square))
-    if sizes.model.dropout:
-        kept.append(Storage("attention dropout", (1 + sizes.width) * sizes.square))
-    return kept
+def _queries(sizes: ActivationSizes) -> list[Value]:
+    values = Value("values", sizes.kv, "qkv", ("context",))
+    if sizes.model.family == "gpt3":
+        return [
+            Value("queries", sizes.heads, "qkv", ("scores",)),
+            Value("keys", sizes.kv, "qkv", ("scores",)),
+            values,
+        ]
+    # Rotation's backward needs no input, only the angles.
+    return [
+        Value("unrotated queries", sizes.heads, "qkv", ("rotary",), saved=False),
+        Value("unrotated keys", sizes.kv, "qkv", ("rotary",), saved=False),
+        values,
+        Value("queries", sizes.heads, "rotary", ("scores",)),
+        Value("keys", sizes.kv, "rotary", ("scores",)),
+    ]
+
+
+def _probabilities(sizes: ActivationSizes) -> list[Value]:
+    """Softmax runs in fp32; the product with the values reads its result in the model's precision."""
+    narrow, dropout = sizes.width < 4, bool(sizes.model.dropout)
+    read_by = ("attention_dropout",) if dropout else ("context",)
+    found = [
+        Value("scores", sizes.width * sizes.square, "scores", ("softmax",), saved=False),
+        Value("softmax output", 4 * sizes.square, "softmax", () if narrow else read_by),
+    ]
+    if narrow:
+        # Backward of a conversion needs nothing, of dropout its mask; of the product its factors.
+        found.append(
+            Value("probabilities", sizes.width * sizes.square, "softmax", read_by, saved=not dropout)
+        )
+    if dropout:
+        mask_and_result = (1 + sizes.width) * sizes.square
+        found.append(Value("attention dropout", mask_and_result, "attention_dropout", ("context",)))
+    return found
+
+
+def _inner(sizes: ActivationSizes) -> list[Value]:
+    if sizes.model.family == "gpt3":
+        return [
+            Value("mlp inner", sizes.ffn, "mlp_up", ("activation",)),
+            Value("activated", sizes.ffn, "activation", ("mlp_down",)),
+        ]
+    # The activated gate and its product with the other half are both factors of a product.
+    return [
+        Value("gate and up", 2 * sizes.ffn, "mlp_gate_up", ("activation",)),
+        Value("activated gate and product", 2 * sizes.ffn, "activation", ("mlp_down",)),
+    ]
+
+
+def _residual_mask(sizes: ActivationSizes, operator: str) -> list[Value]:
+    return [Value(f"{operator} mask", sizes.hidden / sizes.width, operator)] if sizes.model.dropout else []
 
 
 def layer_saved_bytes(sizes: ActivationSizes) -> float:
     """Bytes that one layer keeps of one micro-batch until its backward."""
-    return sum(storage.bytes for storage in layer_storages(sizes))
+    return sum(value.bytes for value in layer_values(sizes) if value.saved)
+
+
+def constant_bytes(model: ModelSpec, dtypes: Dtypes, sequence_length: int) -> float:
+    """What all layers and micro-batches share: the causal mask, and the cosines and sines of rotary positions."""
+    mask = sequence_length**2 * PRECISION_BYTES[dtypes.param]
+    rotation = sequence_length * model.head_size * 4 if model.family == "llama" else 0
+    return mask + rotation
 
 
 def embedding_saved_bytes(sizes: ActivationSizes) -> float:
-    """Token ids and labels; under TP, shifted ids and the mask of those outside the rank's shard too."""
-    return sizes.tokens * (16 if sizes.tp == 1 else 25)
+    """Token ids and labels; under TP, shifted ids and the mask of those outside the rank's shard too. And
+    dropout's mask, a byte an element."""
+    dropped = sizes.hidden / sizes.width if sizes.model.dropout else 0.0
+    return sizes.tokens * (16 if sizes.tp == 1 else 25) + dropped
 
 
 def head_saved_bytes(sizes: ActivationSizes) -> float:
@@ -133,11 +193,31 @@ def layer_live_bytes(sizes: ActivationSizes, *, largest_gradient: float) -> floa
     """
     # Projecting down: the gradient of the inner values beside the weight's.
     mlp = sizes.ffn + largest_gradient
-    # Softmax: two fp32 squares beside the kept one; the narrower copy and the MLP's share are freed by then.
-    squares = 8 * sizes.square - (sizes.width * sizes.square if sizes.width < 4 else 0.0)
+    dropout = sizes.model.dropout > 0
+    if dropout:
+        # The gradient behind dropout is another than that which goes past the layer; the mask is freed.
+        mlp += sizes.hidden - sizes.hidden / sizes.width
+    if sizes.model.family == "llama":
+        # The gate's product: the gradients of both factors beside its own, the product itself freed by then.
+        mlp = max(mlp, 2 * sizes.ffn)
+    return max(mlp, _attention_live_bytes(sizes))
+
+
+def _attention_live_bytes(sizes: ActivationSizes) -> float:
+    """The same in attention, in the backward of the weighted sum or in that of softmax.
+
+    The gradient that goes past attention is counted; gradients by context and values lie where those did.
+    """
+    width, dropout = sizes.width, sizes.model.dropout > 0
     freed = sizes.ffn * (4 if sizes.model.family == "llama" else 2) + 2 * sizes.hidden
-    attention = squares + sizes.hidden + sizes.heads + sizes.kv - freed
-    return max(mlp, attention)
+    # Two fp32 squares beside softmax's output, when its narrower copy is freed.
+    squares = 8 * sizes.square - (width * sizes.square if width < 4 else 0.0)
+    if dropout:
+        freed += 2 * sizes.hidden / width
+        # Dropout's result and mask are freed too; in fp32 there is no narrower copy.
+        squares = (7 - width) * sizes.square
+    weighted_sum = (width * sizes.square) + sizes.kv
+    return sizes.hidden + max(weighted_sum, squares - sizes.heads) - freed
 
 
 def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.cost.layer_flow import first_layers, recompute_of
 from planner.cost.pipeline import stage_end_seconds
 from planner.cost.stages import StageCost, stage_shape
 from planner.plan import Plan
@@ -11,7 +12,7 @@ def backward_ends(plan: Plan, cost: StageCost) -> list[list[float]]:
     """Seconds from the start of the iteration to each stage's last backward, by pipeline (Eq. 5)."""
     ends = []
     for pipeline in plan.pipelines:
-        shapes = [stage_shape(stage, plan.cluster) for stage in pipeline.stages]
+        shapes = [stage_shape(stage, plan.cluster, zero_stage=plan.zero_stage) for stage in pipeline.stages]
         steps = [stage.step for stage in cost.pipeline_stages(shapes)]
         ends.append(stage_end_seconds(steps, micro_batches=pipeline.micro_batches))
     return ends
@@ -42,5 +43,6 @@ class BackwardLeft:
                 rows=stage.rows[place.replica],
                 layers=below,
                 embedding=embedding,
+                recompute=first_layers(recompute_of(stage.recompute), below),
             ).backward
         return self._known[key]

@@ -1,19 +1,22 @@
-"""Gradient collectives priced by list scheduling on the real links of their holders; the optimizer's step.
+"""What follows the last backward: gradient collectives, the optimizer's step, and gathering what it made.
 
-Eq. 6 of the paper is the special case of one block on links without latency.
+Collectives are priced by list scheduling on the real links of their holders (planner/cost/sync_seconds.py).
+Eq. 6 of the paper is the special case of one block on links without latency, at ZeRO-0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.cost.backward import BackwardLeft
 from planner.cost.held import held_values
 from planner.cost.stages import StageCost
+from planner.cost.sync_seconds import SyncSeconds
+from planner.cost.zero import stage_ways
 from planner.gradient_blocks import GradientBlock
-from planner.gradient_calls import CallSeconds, GradientCall, call_reduction, gradient_layout
-from planner.plan import Dtypes, Plan, StagePlan
+from planner.gradient_calls import GradientCall, call_reduction, gradient_layout
+from planner.plan import CollectiveSources, Dtypes, Plan, StagePlan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 
@@ -27,31 +30,83 @@ class CallTime:
     end_seconds: float
 
 
+@dataclass(frozen=True)
+class Finish:
+    """An iteration from its last backward passes on.
+
+    Calls end at `synced_seconds`; all devices then update together, since clipping waits for the norm of the
+    whole gradient; under ZeRO the parameters are gathered after that, by the same calls in the same order.
+    """
+
+    calls: tuple[CallTime, ...]
+    gathers: tuple[CallTime, ...]
+    synced_seconds: float
+    optimizer_seconds: float
+    sources: CollectiveSources
+
+    @property
+    def gather_seconds(self) -> float:
+        start = self.synced_seconds + self.optimizer_seconds
+        return max((time.end_seconds for time in self.gathers), default=start) - start
+
+    @property
+    def end_seconds(self) -> float:
+        return self.synced_seconds + self.optimizer_seconds + self.gather_seconds
+
+
+def finish(plan: Plan, ready_seconds: Sequence[float], *, cost: StageCost) -> Finish:
+    """The end of an iteration in which each rank ends its last backward at `ready_seconds`."""
+    sync = SyncSeconds(plan, cost.profile)
+    calls = schedule_calls(plan, ready_seconds, cost=cost, sync=sync)
+    synced = max([*ready_seconds, *(time.end_seconds for time in calls)])
+    optimizer = slowest_optimizer_seconds(plan, cost.profile)
+    gathers = _schedule_gathers(plan, synced + optimizer, sync) if plan.zero_stage else []
+    measured = sum(sync.of(time.call).measured for time in calls)
+    sources = CollectiveSources(measured=measured, links=len(calls) - measured)
+    return Finish(tuple(calls), tuple(gathers), synced, optimizer, sources)
+
+
 def block_seconds(plan: Plan, block: GradientCall | GradientBlock) -> float:
-    """Seconds of one call's (or whole block's) all-reduce, in the way its links make fastest."""
+    """Seconds of one call's (or whole block's) all-reduce, in the way its links make fastest.
+
+    By the links alone: what an emulated run lets it last.
+    """
     if len(block.holders) < 2:
         return 0.0
     return call_reduction(plan, block).seconds
 
 
-def schedule_calls(plan: Plan, ready_seconds: Sequence[float], *, cost: StageCost) -> list[CallTime]:
+def schedule_calls(
+    plan: Plan, ready_seconds: Sequence[float], *, cost: StageCost, sync: SyncSeconds | None = None
+) -> list[CallTime]:
     """Start and end of every collective of the plan's scheme, in launch order.
 
     `ready_seconds` says when each rank ends its last backward; a plan that overlaps is ready for a call when
     that backward has passed the layers it takes. A call starts when all its holders are ready and have
     finished their earlier calls.
     """
+    sync = sync or SyncSeconds(plan, cost.profile)
     left = BackwardLeft(plan, cost)
-    free, seconds = [0.0] * len(ready_seconds), CallSeconds(plan)
-    times = []
+
+    def ready(rank: int, call: GradientCall) -> float:
+        passed = left.seconds(rank, call.region) if plan.overlap else 0.0
+        return ready_seconds[rank] - passed
+
+    return _schedule(plan, ready, lambda call: sync.of(call).reduce)
+
+
+def _schedule_gathers(plan: Plan, start: float, sync: SyncSeconds) -> list[CallTime]:
+    return _schedule(plan, lambda rank, call: start, lambda call: sync.of(call).gather)
+
+
+def _schedule(
+    plan: Plan, ready: Callable[[int, GradientCall], float], seconds: Callable[[GradientCall], float]
+) -> list[CallTime]:
+    """Calls in launch order, each as soon as all its holders are ready and free."""
+    free, times = [0.0] * plan.world_size, []
     for call in gradient_layout(plan).calls:
-        start = 0.0
-        for rank in call.holders:
-            ready = ready_seconds[rank]
-            if plan.overlap:
-                ready -= left.seconds(rank, call.region)
-            start = max(start, ready, free[rank])
-        end = start + seconds.of(call)
+        start = max(max(ready(rank, call), free[rank]) for rank in call.holders)
+        end = start + seconds(call)
         for rank in call.holders:
             free[rank] = end
         times.append(CallTime(call, start, end))
@@ -65,24 +120,30 @@ _OPTIMIZER_BYTES = 4 + 2 * 8 + 8 + 4 + 8
 
 def optimizer_seconds(plan: Plan, device: str, *, profile: ProfileTable | None = None) -> float:
     """Seconds of the optimizer's step on a device of the plan: bound by memory bandwidth."""
-    stage = next(stage for pipeline in plan.pipelines for stage in pipeline.stages if device in stage.devices)
     profile = profile or AnalyticProfile(plan.model, plan.cluster.device_types)
-    return _update_seconds(plan, stage, plan.cluster.device_by_id[device].type, profile)
+    for pipeline, ways in zip(plan.pipelines, stage_ways(plan), strict=True):
+        for stage, shared in zip(pipeline.stages, ways, strict=True):
+            if device in stage.devices:
+                return _update_seconds(plan, stage, plan.cluster.device_by_id[device].type, shared, profile)
+    raise AssertionError(f"{device} is in no stage")
 
 
 def slowest_optimizer_seconds(plan: Plan, profile: ProfileTable) -> float:
     """The optimizer's step of the device that takes longest; clipping makes all start it together."""
     return max(
-        _update_seconds(plan, stage, type_, profile)
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
+        _update_seconds(plan, stage, type_, shared, profile)
+        for pipeline, ways in zip(plan.pipelines, stage_ways(plan), strict=True)
+        for stage, shared in zip(pipeline.stages, ways, strict=True)
         for type_ in {plan.cluster.device_by_id[device].type for device in stage.devices}
     )
 
 
-def _update_seconds(plan: Plan, stage: StagePlan, device_type: str, profile: ProfileTable) -> float:
+def _update_seconds(
+    plan: Plan, stage: StagePlan, device_type: str, ways: float, profile: ProfileTable
+) -> float:
+    """Of the values whose optimizer state a device keeps."""
     held = held_values(plan.model, stage.tp, stage.layer_count, stage.embedding, stage.head)
-    moved_bytes = held.numel * update_bytes_per_value(plan.dtypes)
+    moved_bytes = held.numel / ways * update_bytes_per_value(plan.dtypes)
     return profile.streaming_seconds(device_type=device_type, moved_bytes=moved_bytes)
 
 

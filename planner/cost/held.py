@@ -14,13 +14,16 @@ class HeldValues:
     """Parameter values of TP rank 0, the fullest; `padded` counts the vocabulary's padding too.
 
     `largest_end_shard` is the largest parameter outside the layers (a token table, as a rule),
-    `largest_layer_shard` the largest of a layer; both with padding.
+    `largest_layer_shard` the largest of a layer; both with padding. `largest_region` are the values of the
+    largest of the `regions`, the layers and ends that the stage holds.
     """
 
     numel: int
     padded: int
     largest_end_shard: int
     largest_layer_shard: int
+    largest_region: int
+    regions: int
 
 
 @cache
@@ -45,9 +48,14 @@ def held_values(model: ModelSpec, tp: int, layers: int, embedding: bool, head: b
             values *= size
         return values
 
+    kinds = {parameter.region.kind for parameter in ends}
+    regions = [sum(shard(p) for p in ends if p.region.kind == kind) for kind in kinds]
+    regions += [sum(map(shard, layer))] * layers
     return HeldValues(
         numel=sum(map(shard, ends)) + layers * sum(map(shard, layer)),
         padded=sum(map(padded, ends)) + layers * sum(map(padded, layer)),
         largest_end_shard=max(map(padded, ends), default=0),
         largest_layer_shard=max(map(padded, layer)),
+        largest_region=max(regions, default=0),
+        regions=len(regions),
     )

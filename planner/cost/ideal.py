@@ -11,7 +11,7 @@ from planner.cost.stages import StageCost
 from planner.profile.analytic import model_flops_per_sample
 
 # Samples of a micro-batch to look for the best speed at: what profiles hold, as a rule.
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE = Links(intra_node=Link(bandwidth=1e30, latency=0.0), inter_node=Link(bandwidth=1e30, latency=0.0))
 
 
@@ -27,8 +27,10 @@ class DeviceSpeeds:
             sequence_length=cost.sequence_length,
             dtypes=cost.dtypes,
             profile=cost.profile,
+            measured_collectives=False,
         )
         self._seconds = {type_: self._device_seconds(type_, cluster) for type_ in cluster.counts}
+        self._cluster = cluster
         self._counts = cluster.counts
 
     def device_seconds(self, device_type: str) -> float:
@@ -45,7 +47,41 @@ class DeviceSpeeds:
         """Of the whole cluster."""
         return sum(count / self._seconds[type_] for type_, count in self._counts.items())
 
+    def part_seconds(self, device_type: str) -> tuple[float, float, float]:
+        """Device seconds a sample of a layer, the embedding and the head, each at its own best."""
+        found = []
+        for layers, embedding, head in ((1, False, False), (0, True, False), (0, False, True)):
+            found.append(
+                min(
+                    tp
+                    * self.without_transfers.replica_step(
+                        device_type=device_type,
+                        tp=tp,
+                        rows=rows,
+                        layers=layers,
+                        embedding=embedding,
+                        head=head,
+                    ).total
+                    / rows
+                    for tp, rows in self._cases(device_type, self._cluster)
+                )
+            )
+        layer, first, last = found
+        return layer, first, last
+
     def _device_seconds(self, device_type: str, cluster: Cluster) -> float:
+        cost, model = self.without_transfers, self._cost.model
+        return min(
+            tp
+            * cost.replica_step(
+                device_type=device_type, tp=tp, rows=rows, layers=model.layers, embedding=True, head=True
+            ).total
+            / rows
+            for tp, rows in self._cases(device_type, cluster)
+        )
+
+    def _cases(self, device_type: str, cluster: Cluster) -> list[tuple[int, int]]:
+        """(TP degree, rows) that the profile knows."""
         cost, model = self.without_transfers, self._cost.model
         most = max(
             sum(entry.count for entry in node.devices if entry.type == device_type) for node in cluster.nodes
@@ -58,15 +94,8 @@ class DeviceSpeeds:
         known = [
             (tp, rows)
             for tp in degrees
-            for rows in _ROWS
+            for rows in ROWS
             if cost.covers(device_type=device_type, tp=tp, rows=rows)
         ]
         # Where the profile knows none of these cases, asking for one makes it say what it lacks.
-        return min(
-            tp
-            * cost.replica_step(
-                device_type=device_type, tp=tp, rows=rows, layers=model.layers, embedding=True, head=True
-            ).total
-            / rows
-            for tp, rows in known or [(1, 1)]
-        )
+        return known or [(1, 1)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from planner.catalogue import Backend, DeviceType
 from planner.cost import activations
 from planner.cost.activations import ActivationSizes
 from planner.cost.held import HeldValues, held_values
+from planner.cost.layer_flow import OperatorSet, Recompute, Segment, kept_bytes, segments
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes
 from planner.profile.analytic import PRECISION_BYTES
@@ -36,6 +38,16 @@ class StageLoad:
     head: bool
     in_flight: int
     """Micro-batches whose activations are alive at once: min(S - j, n) under 1F1B."""
+    recompute: Recompute = ()
+    zero_stage: int = 0
+    zero_ways: float = 1.0
+    """Devices that share the stage's optimizer state from ZeRO-1 on."""
+    dp: int = 1
+    """Replicas of the stage, which share its gradients under ZeRO-2."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return segments(self.recompute, self.layers)
 
 
 class MemoryModel:
@@ -52,25 +64,91 @@ class MemoryModel:
 
     def tensor_bytes(self, load: StageLoad) -> int:
         """Peak of all live tensors: the state, and the larger of the training step and the optimizer's."""
-        held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
-        width = PRECISION_BYTES[self.dtypes.param]
-        state = held.padded * width + held.numel * self._state_bytes_per_value()
-        mask = self.sequence_length**2 * width if load.layers else 0
-        # The update of all matrices at once makes one temporary of each, in fp32.
-        update = held.numel * 4
-        peak = state + mask + max(self._step_bytes(load, held), update) + SMALL_CHANGE_BYTES
+        sizes = self.rows_bytes(load.tp, load.rows)
+        kept = [(segment.layers, sizes.layer_kept(segment.operators)) for segment in load.segments]
+        bases = self.step_bases(load)
+        peak = bases.peak(
+            in_flight=load.in_flight,
+            layers_kept=sum(layers * bytes_ for layers, bytes_ in kept),
+            given_up=sizes.layer_saved - kept[-1][1] if kept else 0.0,
+        )
         return int(peak * self.memory_scale)
 
-    def layer_state_bytes(self) -> float:
-        """Parameters, gradients and optimizer state of one layer over all TP ranks: its least need."""
-        one, none = (held_values(self.model, 1, layers, False, False).numel for layers in (1, 0))
-        per_value = PRECISION_BYTES[self.dtypes.param] + self._state_bytes_per_value()
-        return (one - none) * per_value * self.memory_scale
+    def step_bases(self, load: StageLoad) -> StepBases:
+        """What of the stage's memory depends neither on what layers keep nor on micro-batches in flight."""
+        held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
+        sizes = self.rows_bytes(load.tp, load.rows)
+        width = PRECISION_BYTES[self.dtypes.param]
+        constants = (
+            activations.constant_bytes(self.model, self.dtypes, self.sequence_length) if load.layers else 0
+        )
+        state = held.padded * width + self._sharded_bytes(load, held) + constants + SMALL_CHANGE_BYTES
+        # Posted receives and unsent sends. Towards the stage behind: the activations sent of all micro-batches
+        # in flight, which are only let go of when the next must leave, one gradient received and the next
+        # one's buffer. Towards the stage before: two gradients sent and the buffer of the next activation.
+        # Under TP the result of an all-reduce may outlive its use by a moment.
+        before, behind = 0 if load.embedding else 3, 0 if load.head else 2
+        messages = (before + behind + (load.tp > 1)) * sizes.hidden
+        sent = 0.0 if load.head else sizes.hidden
+        # A table that is both ends waits with the head's gradient for that of the embedding.
+        both = load.embedding and load.head and self.model.tied_embedding
+        tied = held.largest_end_shard * width if both else 0.0
+        layer = head = embedding = None
+        if load.layers:
+            # The last layer's backward; on the last stage the final norm's gradient comes in.
+            live = sizes.layer_live(held.largest_layer_shard * width)
+            layer = live + (sizes.hidden if load.head else 0.0) + tied
+        if load.head:
+            head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width)
+        if load.embedding:
+            # The table's gradient is made when the oldest micro-batch's layers are freed.
+            embedding = held.largest_end_shard * width + (2 * sizes.hidden if load.layers else 0.0) + tied
+        return StepBases(
+            state=state,
+            update=self._update_bytes(load, held),
+            messages=messages,
+            in_flight=sent + (sizes.embedding_saved if load.embedding else 0.0),
+            embedding_kept=sizes.embedding_saved if load.embedding else 0.0,
+            layer=layer,
+            head=head,
+            embedding=embedding,
+        )
 
-    def _state_bytes_per_value(self) -> int:
-        """Gradient, two moments and, beside parameters narrower than fp32, a master copy."""
+    def _update_bytes(self, load: StageLoad, held: HeldValues) -> float:
+        """Temporaries of the optimizer's step. That of all matrices at once makes one of each value, in fp32;
+        that of shards puts their gradients aside, unless it has master copies to work on."""
+        if load.zero_stage and PRECISION_BYTES[self.dtypes.param] < 4:
+            return 0.0
+        return held.numel * 4 / _ways(load)
+
+    def _sharded_bytes(self, load: StageLoad, held: HeldValues) -> float:
+        """Gradients, and optimizer state with the master copy beside narrower parameters, under ZeRO."""
+        gradient, optimizer = self._gradient_width, self._optimizer_width
+        gradients = float(held.numel)
+        if load.zero_stage == 2 and load.dp > 1:
+            # What backward has made of one region, whole until it is reduced and scattered.
+            gradients = held.numel / load.dp + held.largest_region
+        return gradients * gradient + held.numel * optimizer / _ways(load)
+
+    @property
+    def _gradient_width(self) -> int:
+        return PRECISION_BYTES[self.dtypes.grad]
+
+    @property
+    def _optimizer_width(self) -> int:
+        """Two moments and, beside parameters narrower than fp32, a master copy."""
         masters = 4 if PRECISION_BYTES[self.dtypes.param] < 4 else 0
-        return PRECISION_BYTES[self.dtypes.grad] + 2 * PRECISION_BYTES[self.dtypes.optimizer] + masters
+        return 2 * PRECISION_BYTES[self.dtypes.optimizer] + masters
+
+    def layer_state_bytes(self, *, zero_stage: int = 0) -> float:
+        """Parameters, gradients and optimizer state of one layer over all TP ranks: its least need.
+
+        Of what ZeRO shares, nothing.
+        """
+        one, none = (held_values(self.model, 1, layers, False, False).numel for layers in (1, 0))
+        kept = (self._optimizer_width, self._gradient_width)[zero_stage:] if zero_stage < 2 else ()
+        per_value = PRECISION_BYTES[self.dtypes.param] + sum(kept)
+        return (one - none) * per_value * self.memory_scale
 
     def device_bytes(self, load: StageLoad, device_type: DeviceType) -> int:
         """`tensor_bytes` plus workspace, communicators and the allocator's reserve."""
@@ -80,7 +158,11 @@ class MemoryModel:
         return self.device_bytes(load, device_type) <= device_type.memory_bytes
 
     def most_layers(self, load: StageLoad, device_type: DeviceType) -> int:
-        """Most layers, up to those of `load`, that fit beside the rest of it; -1 if not even none do."""
+        """Most layers, up to those of `load`, that fit beside the rest of it; -1 if not even none do.
+
+        Operators are recomputed in all layers or in none: how many there are is what is asked.
+        """
+        assert all(count == load.layers for _, count in load.recompute)
         low, high = -1, load.layers
         while low < high:
             middle = (low + high + 1) // 2
@@ -90,26 +172,8 @@ class MemoryModel:
                 high = middle - 1
         return low
 
-    def _step_bytes(self, load: StageLoad, held: HeldValues) -> float:
-        """Most that forward and backward hold beside the state, with all micro-batches in flight."""
-        sizes = self._of_rows(load.tp, load.rows)
-        width = PRECISION_BYTES[self.dtypes.param]
-        kept = load.layers * sizes.layer_saved + (sizes.embedding_saved if load.embedding else 0.0)
-        around = load.in_flight * kept + _message_hiddens(load) * sizes.hidden
-        phases = [around]
-        if load.layers:
-            # The last layer's backward; on the last stage the final norm's gradient comes in.
-            live = sizes.layer_live(held.largest_layer_shard * width)
-            phases.append(around + live + (sizes.hidden if load.head else 0.0))
-        if load.head:
-            phases.append(around + sizes.head_saved + sizes.head_live(held.largest_end_shard * width))
-        if load.embedding:
-            # The table's gradient is made when the oldest micro-batch's layers are freed.
-            incoming = 2 * sizes.hidden if load.layers else 0.0
-            phases.append(around - kept + held.largest_end_shard * width + incoming)
-        return max(phases)
-
-    def _of_rows(self, tp: int, rows: int) -> RowBytes:
+    def rows_bytes(self, tp: int, rows: int) -> RowBytes:
+        """Activation sizes of a micro-batch's rows."""
         key = (tp, rows)
         if key not in self._rows:
             self._rows[key] = RowBytes(
@@ -118,17 +182,51 @@ class MemoryModel:
         return self._rows[key]
 
 
-def _message_hiddens(load: StageLoad) -> int:
-    """Posted receives and unsent sends, in activations of a micro-batch.
+def most_tensor_bytes(device_type: DeviceType) -> int:
+    """The largest `tensor_bytes` whose `device_bytes` fit."""
+    room = device_type.memory_bytes + 1 - WORKSPACE_BYTES[device_type.backend]
+    return max(math.ceil(room / (1 + ALLOCATOR_RESERVE)) - 1, -1)
 
-    Towards the stage behind: the activations sent of all micro-batches in flight, which are only let go of
-    when the next must leave, one gradient received and the next one's buffer. Towards the stage before:
-    two gradients sent and the buffer of the next activation. Under TP the result of an all-reduce may
-    outlive its use by a moment.
+
+def _ways(load: StageLoad) -> float:
+    return load.zero_ways if load.zero_stage else 1.0
+
+
+@dataclass(frozen=True)
+class StepBases:
+    """Bytes that do not depend on what layers keep. Fields and arguments may be arrays of like shapes.
+
+    `in_flight` is held once a micro-batch in flight; `layer`, `head` and `embedding` are held on top in the
+    moment when that part runs backward, None where the stage has no such part.
     """
-    behind = 0 if load.head else load.in_flight + 2
-    before = 0 if load.embedding else 3
-    return behind + before + (load.tp > 1)
+
+    state: float
+    update: float
+    messages: float
+    in_flight: float
+    embedding_kept: float
+    layer: float | None
+    head: float | None
+    embedding: float | None
+
+    def peak(self, *, in_flight: int, layers_kept: float, given_up: float) -> float:
+        """The most that is alive at once.
+
+        Args:
+            in_flight: micro-batches.
+            layers_kept: what all layers keep of one micro-batch.
+            given_up: what the last layer does not keep for being recomputed: alive again in its backward.
+                (Earlier layers run when those behind have let go of more than that.)
+        """
+        around = in_flight * (layers_kept + self.in_flight) + self.messages
+        phases = [around]
+        if self.layer is not None:
+            phases.append(around + given_up + self.layer)
+        if self.head is not None:
+            phases.append(around + self.head)
+        if self.embedding is not None:
+            phases.append(around - layers_kept - self.embedding_kept + self.embedding)
+        return self.state + max(*phases, self.update)
 
 
 class RowBytes:
@@ -137,16 +235,30 @@ class RowBytes:
     def __init__(self, sizes: ActivationSizes) -> None:
         self._sizes = sizes
         self.hidden = sizes.hidden
+        self.values = activations.layer_values(sizes)
         self.layer_saved = activations.layer_saved_bytes(sizes)
+        self._kept: dict[OperatorSet, float] = {}
+        self._live: dict[float, float] = {}
         self.embedding_saved = activations.embedding_saved_bytes(sizes)
         self.head_saved = activations.head_saved_bytes(sizes)
 
+    def layer_kept(self, operators: OperatorSet) -> float:
+        """What a layer keeps that recomputes these operators."""
+        if operators not in self._kept:
+            self._kept[operators] = kept_bytes(self.values, operators)
+        return self._kept[operators]
+
     def layer_live(self, largest_gradient: float) -> float:
-        return activations.layer_live_bytes(self._sizes, largest_gradient=largest_gradient)
+        if largest_gradient not in self._live:
+            self._live[largest_gradient] = activations.layer_live_bytes(
+                self._sizes, largest_gradient=largest_gradient
+            )
+        return self._live[largest_gradient]
 
     def head_live(self, weight_gradient: float) -> float:
         return activations.head_live_bytes(self._sizes, weight_gradient=weight_gradient)
 
 
 def _with_layers(load: StageLoad, layers: int) -> StageLoad:
-    return StageLoad(load.tp, load.rows, layers, load.embedding, load.head, load.in_flight)
+    recompute = tuple((name, layers) for name, _ in load.recompute) if layers else ()
+    return replace(load, layers=layers, recompute=recompute)

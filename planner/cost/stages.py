@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.catalogue import DeviceType
 from planner.cluster import Cluster, Links
 from planner.cost.exchange import Replica, receive_seconds
-from planner.cost.links import all_reduce_seconds
+from planner.cost.held import held_values
+from planner.cost.layer_flow import OperatorSet, Recompute, recompute_of, replayed_operators, segments
+from planner.cost.links import all_reduce_seconds, slowest_link
 from planner.model_spec import ModelSpec
+from planner.operators import SUMMED_OPERATORS
 from planner.plan import Dtypes, Plan, StagePlan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import OperatorGroup, ProfileTable, StepSeconds
 
 ZERO = StepSeconds(0.0, 0.0)
+
+CollectiveSource = Literal["operators", "measured", "links"]
+"""Measured with the operators, measured apart, or priced by the link formula."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class StageShape:
     layers: int
     embedding: bool = False
     head: bool = False
+    recompute: Recompute = ()
+    zero_stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,13 +61,18 @@ class StageCost:
         sequence_length: int,
         dtypes: Dtypes,
         profile: ProfileTable | None = None,
+        measured_collectives: bool = True,
     ) -> None:
+        """Without `measured_collectives` TP all-reduces are priced by the links even where the profile has
+        measured them apart."""
         self.model = model
         self.device_types = device_types
         self.links = links
         self.sequence_length = sequence_length
         self.dtypes = dtypes
         self.profile: ProfileTable = profile or AnalyticProfile(model, device_types)
+        self._measured_collectives = measured_collectives
+        self._replays: dict[tuple[str, int, int, OperatorSet], float] = {}
         self._parts: dict[tuple[str, int, int], tuple[StepSeconds, StepSeconds, StepSeconds]] = {}
 
     @classmethod
@@ -86,13 +100,50 @@ class StageCost:
         layers: int,
         embedding: bool = False,
         head: bool = False,
+        recompute: Recompute = (),
     ) -> StepSeconds:
-        """One micro-batch on one replica: its operators and TP collectives, without receiving."""
+        """One micro-batch on one replica: its operators and TP collectives, without receiving.
+
+        Backward replays what is recomputed.
+        """
         first, layer, last = self._of_parts(device_type, tp, rows)
         step = layer.times(layers)
+        if recompute:
+            again = self.replay_seconds(
+                device_type=device_type, tp=tp, rows=rows, layers=layers, recompute=recompute
+            )
+            step = step.plus(StepSeconds(0.0, again))
         if embedding:
             step = step.plus(first)
         return step.plus(last) if head else step
+
+    def replay_seconds(
+        self, *, device_type: str, tp: int, rows: int, layers: int, recompute: Recompute
+    ) -> float:
+        """Seconds that one micro-batch's backward spends on recomputation, in all layers of a stage."""
+        return sum(
+            segment.layers * self.layer_replay_seconds(device_type, tp, rows, segment.operators)
+            for segment in segments(recompute, layers)
+        )
+
+    def layer_replay_seconds(self, device_type: str, tp: int, rows: int, operators: OperatorSet) -> float:
+        """Forward seconds of what one layer replays, TP collectives included.
+
+        Operators that the profile times together are replayed together, or charged as if they were.
+        """
+        key = (device_type, tp, rows, operators)
+        if key not in self._replays:
+            again = replayed_operators(self.model, self.dtypes, operators)
+            groups = [
+                group
+                for group in self.profile.groups(device_type).layer
+                if not set(again).isdisjoint(group.operators)
+            ]
+            reduced = sum(name in SUMMED_OPERATORS for name in again)
+            self._replays[key] = self._operators(groups, device_type, tp, rows).forward + (
+                reduced * self.activation_all_reduce(device_type, tp, rows)
+            )
+        return self._replays[key]
 
     def covers(self, *, device_type: str, tp: int, rows: int) -> bool:
         """Whether the profile knows the times of such a replica."""
@@ -115,21 +166,67 @@ class StageCost:
                 layers=shape.layers,
                 embedding=shape.embedding,
                 head=shape.head,
+                recompute=shape.recompute,
             )
             for type_, rows in distinct
         ]
-        return StepSeconds(max(step.forward for step in steps), max(step.backward for step in steps))
+        scatter = self.scatter_seconds(shape)
+        return StepSeconds(
+            max(step.forward for step in steps), max(step.backward for step in steps) + scatter
+        )
+
+    def stage_replay_seconds(self, shape: StageShape) -> float:
+        """Seconds of recomputation in a micro-batch's backward, of the replica that spends most."""
+        return max(
+            self.replay_seconds(
+                device_type=type_,
+                tp=shape.tp,
+                rows=rows,
+                layers=shape.layers,
+                recompute=shape.recompute,
+            )
+            for type_, rows in {(replica.type, replica.rows) for replica in shape.replicas}
+        )
+
+    def scatter_seconds(self, shape: StageShape) -> float:
+        """ZeRO-2: reducing and scattering one micro-batch's gradients over the replicas, region by region.
+
+        Counted in full: backward does not hide it.
+        """
+        if shape.zero_stage < 2 or len(shape.replicas) < 2:
+            return 0.0
+        held = held_values(self.model, shape.tp, shape.layers, shape.embedding, shape.head)
+        message = held.numel * PRECISION_BYTES[self.dtypes.wire]
+        members = len(shape.replicas)
+        link = slowest_link(
+            self.links,
+            ((replica.node, replica.type) for replica in shape.replicas),
+            message_bytes=message / members,
+        )
+        steps = held.regions * (members - 1)
+        return steps * link.latency + message * (members - 1) / members / link.bandwidth
 
     def layer_table(
-        self, loads: Sequence[tuple[str, int]], *, tp: int, most_layers: int, embedding: bool, head: bool
+        self,
+        loads: Sequence[tuple[str, int]],
+        *,
+        tp: int,
+        most_layers: int,
+        embedding: bool,
+        head: bool,
+        recomputed: Sequence[str] = (),
     ) -> tuple[float, ...]:
-        """`stage_step(...).total` for 0 to `most_layers` layers, of replicas with these (type, rows)."""
+        """`stage_step(...).total` for 0 to `most_layers` layers, of replicas with these (type, rows).
+
+        All layers recompute the same operators.
+        """
+        one_layer = recompute_of(dict.fromkeys(recomputed, 1))
         lines = [
             (
                 self.replica_step(
                     device_type=type_, tp=tp, rows=rows, layers=0, embedding=embedding, head=head
                 ),
-                self.replica_step(device_type=type_, tp=tp, rows=rows, layers=1),
+                self.replica_step(device_type=type_, tp=tp, rows=rows, layers=1, recompute=one_layer),
             )
             for type_, rows in loads
         ]
@@ -165,7 +262,7 @@ class StageCost:
         key = (device_type, tp, rows)
         if key not in self._parts:
             groups = self.profile.groups(device_type)
-            activations = self._tp_all_reduce(device_type, tp, rows * self.row_bytes)
+            activations = self.activation_all_reduce(device_type, tp, rows)
             # Vocabulary-parallel loss: maximum, sum of exponentials and the label's logit, a float a token.
             statistics = 3 * self._tp_all_reduce(device_type, tp, rows * self.sequence_length * 4)
             self._parts[key] = (
@@ -180,35 +277,70 @@ class StageCost:
             )
         return self._parts[key]
 
+    def activation_all_reduce(self, device_type: str, tp: int, rows: int) -> float:
+        """Seconds of summing a micro-batch's activations over a TP group; 0 if the operators include it."""
+        return self._tp_all_reduce(device_type, tp, rows * self.row_bytes)
+
+    def group_step(self, group: OperatorGroup, device_type: str, tp: int, rows: int) -> StepSeconds:
+        """One micro-batch through operators that are timed together, without TP collectives unless timed."""
+        return self.profile.operator_seconds(
+            device_type=device_type,
+            operator=group.name,
+            tp=tp,
+            samples=rows,
+            sequence_length=self.sequence_length,
+            precision=self.dtypes.param,
+        )
+
     def _operators(
         self, groups: Sequence[OperatorGroup], device_type: str, tp: int, rows: int
     ) -> StepSeconds:
         total = ZERO
         for group in groups:
-            total = total.plus(
-                self.profile.operator_seconds(
-                    device_type=device_type,
-                    operator=group.name,
-                    tp=tp,
-                    samples=rows,
-                    sequence_length=self.sequence_length,
-                    precision=self.dtypes.param,
-                )
-            )
+            total = total.plus(self.group_step(group, device_type, tp, rows))
         return total
 
-    def _tp_all_reduce(self, device_type: str, tp: int, message_bytes: float) -> float:
+    def tp_source(self, device_type: str, tp: int, rows: int) -> CollectiveSource:
+        """Where the seconds of a replica's TP collectives come from."""
         if self.profile.includes_tp_collectives(device_type):
+            return "operators"
+        measured = self._measured_all_reduce(device_type, tp, rows * self.row_bytes)
+        return "links" if measured is None else "measured"
+
+    def _tp_all_reduce(self, device_type: str, tp: int, message_bytes: float) -> float:
+        if tp == 1 or self.profile.includes_tp_collectives(device_type):
             return 0.0
+        measured = self._measured_all_reduce(device_type, tp, message_bytes)
+        if measured is not None:
+            return measured
         link = self.links.between(type_a=device_type, type_b=device_type, same_node=True)
         return all_reduce_seconds(link, members=tp, message_bytes=message_bytes)
 
+    def _measured_all_reduce(self, device_type: str, tp: int, message_bytes: float) -> float | None:
+        if not self._measured_collectives:
+            return None
+        return self.profile.all_reduce_seconds(
+            device_type=device_type,
+            scope="intra_node",
+            members=tp,
+            message_bytes=message_bytes,
+            precision=self.dtypes.param,
+        )
 
-def stage_shape(stage: StagePlan, cluster: Cluster) -> StageShape:
+
+def stage_shape(stage: StagePlan, cluster: Cluster, *, zero_stage: int = 0) -> StageShape:
     """The StageShape of a stage of a plan; nodes are numbered as in the cluster."""
     numbers = {node.name: index for index, node in enumerate(cluster.nodes)}
     replicas = []
     for index, rows in enumerate(stage.rows):
         device = cluster.device_by_id[stage.tp_group(index)[0]]
         replicas.append(Replica(numbers[device.node], device.type, rows))
-    return StageShape(stage.tp, tuple(replicas), stage.layer_count, stage.embedding, stage.head)
+    return StageShape(
+        stage.tp,
+        tuple(replicas),
+        stage.layer_count,
+        stage.embedding,
+        stage.head,
+        recompute_of(stage.recompute),
+        zero_stage,
+    )

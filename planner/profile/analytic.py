@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,13 @@ from functools import lru_cache
 from planner.catalogue import DeviceType
 from planner.model_spec import ModelSpec
 from planner.plan import ProfileSource
-from planner.profile.table import OperatorGroups, StepSeconds, model_operators, single_operators
+from planner.profile.table import (
+    OperatorGroups,
+    Scope,
+    StepSeconds,
+    model_operators,
+    single_operators,
+)
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -171,6 +178,20 @@ class AnalyticProfile:
             work.backward_flops / flops_per_second
             + self.streaming_seconds(device_type=device_type, moved_bytes=backward_bytes),
         )
+
+    def all_reduce_seconds(
+        self,
+        *,
+        device_type: str,
+        scope: Scope,
+        members: int,
+        message_bytes: float,
+        precision: str,
+    ) -> None:
+        return None
+
+    def least_all_reduce_rate(self) -> float:
+        return math.inf
 
     def streaming_seconds(self, *, device_type: str, moved_bytes: float) -> float:
         return moved_bytes / (self._types[device_type].memory_bandwidth * self._bandwidth)

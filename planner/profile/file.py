@@ -18,10 +18,11 @@ from pydantic import Field, model_validator
 from planner.errors import Contract, UserError, parse
 from planner.model_spec import Family, ModelSpec
 from planner.plan import Precision
+from planner.profile.interpolate import interpolate
+from planner.profile.table import Scope
 from planner.units import Seconds
 
 Part = Literal["embedding", "layer", "head"]
-Scope = Literal["intra_node", "inter_node"]
 LinkOperation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 # Frameworks pad the vocabulary to a multiple of up to this, so that it divides by the TP degree.
@@ -121,6 +122,11 @@ class LinkTimes(Contract):
         if any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"points of {self.source} must ascend by message_bytes, each size once")
         return self
+
+    def seconds(self, message_bytes: float) -> float | None:
+        """On a straight line between measured sizes; None outside them."""
+        sizes = [point.message_bytes for point in self.points]
+        return interpolate(sizes, [point.seconds for point in self.points], message_bytes)
 
 
 class Calibration(Contract):

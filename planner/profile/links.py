@@ -9,8 +9,8 @@ import numpy as np
 
 from planner.cluster import Link, Links
 from planner.errors import UserError
-from planner.profile.file import DeviceProfile, LinkOperation, LinkTimes, Scope
-from planner.profile.interpolate import interpolate
+from planner.profile.file import DeviceProfile, LinkOperation, LinkTimes
+from planner.profile.table import Scope
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def collective_seconds(
             f"{where} has no {operation} of {members} devices ({scope}); it has {told}: measure it,"
             " or price it from the link"
         )
-    sizes = [point.message_bytes for point in times.points]
-    seconds = interpolate(sizes, [point.seconds for point in times.points], message_bytes)
+    seconds = times.seconds(message_bytes)
     if seconds is None:
+        sizes = [point.message_bytes for point in times.points]
         raise UserError(
             f"{where} has {operation} of {members} devices ({scope}) for messages of {sizes[0]} to"
             f" {sizes[-1]} bytes, not {message_bytes:.0f}; measure it, or price it from the link"

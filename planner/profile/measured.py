@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +14,8 @@ from planner.plan import ProfileSource
 from planner.profile.analytic import AnalyticProfile
 from planner.profile.file import Calibration, DeviceProfile, OperatorTime
 from planner.profile.interpolate import interpolate
-from planner.profile.table import OperatorGroup, OperatorGroups, StepSeconds, model_operators
+from planner.profile.links import find_link_times
+from planner.profile.table import OperatorGroup, OperatorGroups, Scope, StepSeconds, model_operators
 
 REMEDY = "measure or import that case, or plan without it"
 
@@ -127,6 +129,43 @@ class MeasuredProfile:
                 if (time.tp, time.samples, time.sequence_length, time.precision) == wanted
             ),
             None,
+        )
+
+    def all_reduce_seconds(
+        self,
+        *,
+        device_type: str,
+        scope: Scope,
+        members: int,
+        message_bytes: float,
+        precision: str,
+    ) -> float | None:
+        times = find_link_times(
+            self.profile(device_type),
+            scope=scope,
+            operation="all_reduce",
+            members=members,
+            precision=precision,
+        )
+        if times is None:
+            return None
+        smallest, largest = times.points[0].message_bytes, times.points[-1].message_bytes
+        # A call may always be cut into smaller ones, or padded: nothing is read beyond what was measured.
+        pieces = max(1, math.ceil(message_bytes / largest))
+        seconds = times.seconds(max(message_bytes / pieces, smallest))
+        assert seconds is not None
+        return pieces * seconds
+
+    def least_all_reduce_rate(self) -> float:
+        return min(
+            (
+                point.seconds / point.message_bytes
+                for profile in self.profiles.values()
+                for times in profile.links
+                if times.operation == "all_reduce"
+                for point in times.points
+            ),
+            default=math.inf,
         )
 
     def streaming_seconds(self, *, device_type: str, moved_bytes: float) -> float:

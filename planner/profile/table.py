@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from planner.model_spec import ModelSpec
 from planner.operators import layer_operators
@@ -12,6 +12,8 @@ from planner.plan import ProfileSource
 # Operators outside the layers, in forward order: the first stage's, then the last stage's.
 EMBEDDING_OPERATORS = ("embedding",)
 HEAD_OPERATORS = ("final_norm", "vocabulary_projection", "loss")
+
+Scope = Literal["intra_node", "inter_node"]
 
 
 class StepSeconds(NamedTuple):
@@ -95,6 +97,25 @@ class ProfileTable(Protocol):
 
         `operator` names one of `groups(device_type)`. Raises UserError for a case that is not covered.
         """
+        ...
+
+    def all_reduce_seconds(
+        self,
+        *,
+        device_type: str,
+        scope: Scope,
+        members: int,
+        message_bytes: float,
+        precision: str,
+    ) -> float | None:
+        """Measured seconds of an all-reduce over so many devices of one type; None where it was not measured.
+
+        A larger message than any measured goes in equal pieces, a smaller one takes as long as the smallest.
+        """
+        ...
+
+    def least_all_reduce_rate(self) -> float:
+        """Least seconds a byte that `all_reduce_seconds` ever gives; inf where none was measured."""
         ...
 
     def streaming_seconds(self, *, device_type: str, moved_bytes: float) -> float:

@@ -17,13 +17,16 @@ from planner.parameters import model_parameters
 from planner.profile.analytic import PRECISION_BYTES
 from planner.search.choice import After
 from planner.search.device_groups import Composition, DeviceGrid, type_counts
+from planner.search.savers import PLAIN, Savers
 from planner.search.stage_groups import StageOption
 
 
 class AfterEstimate:
     """Estimates of After for the pipelines of one grid."""
 
-    def __init__(self, cost: StageCost, grid: DeviceGrid) -> None:
+    def __init__(self, cost: StageCost, grid: DeviceGrid, savers: Savers = PLAIN) -> None:
+        self._savers = savers
+        self._share = savers.synchronised(cost.dtypes)
         self._cost = cost
         self._grid = grid
         self._wire = PRECISION_BYTES[cost.dtypes.wire]
@@ -61,6 +64,9 @@ class AfterEstimate:
             for b in self._grid.types
             for same in (True, False)
         ]
+        if self._savers.zero_stage:
+            # Shared by devices that are not known yet, and reduced in part before the end.
+            return After(0.0, 0.0)
         # Two holders at least: each sends and receives its bytes once.
         return After(update, update + values * self._wire / max(bandwidths))
 
@@ -72,7 +78,8 @@ class AfterEstimate:
                 self._cost.profile.streaming_seconds(device_type=type_, moved_bytes=values * self._update)
                 for type_, _ in option.loads
             )
-            message = float(values * self._wire)
+            update /= self._savers.ways(len(option.replicas))
+            message = float(values * self._wire) * self._share
             replicas = len(option.replicas)
             own = all_reduce_seconds(self._link(option, message), members=replicas, message_bytes=message)
             others = all_reduce_seconds(
@@ -97,7 +104,7 @@ class AfterEstimate:
         """The token table's gradient, between the replicas of the first and the last stage."""
         table = model_parameters(self._cost.model)[0]
         assert table.tied
-        message = float(table.numel // min(first.tp, last.tp) * self._wire)
+        message = float(table.numel // min(first.tp, last.tp) * self._wire) * self._share
         places = [(replica.node, replica.type) for replica in (*first.replicas, *last.replicas)]
         link = slowest_link(self._cost.links, places, message_bytes=message / len(places))
         return all_reduce_seconds(link, members=len(places), message_bytes=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from planner.cluster import Cluster, Node
 from planner.local_batches import with_samples
@@ -60,6 +61,7 @@ def plan_of(
     *,
     idle: tuple[str, ...],
     profile: ProfileTable,
+    zero_stage: Literal[0, 1, 2] = 0,
 ) -> Plan:
     """A validated Plan without prediction."""
     used = {device.type for device in request.cluster.devices}
@@ -70,6 +72,8 @@ def plan_of(
         global_batch_size=request.global_batch_size,
         sequence_length=request.sequence_length,
         dtypes=request.dtypes,
+        zero_stage=zero_stage,
+        zero_scope=request.zero_scope,
         emulation=request.emulation,
         idle_devices=idle,
         profiles=tuple(source for source in profile.sources() if source.type in used),
@@ -108,6 +112,7 @@ def _pipeline(
                 layers=(first, first + layers),
                 embedding=number == 0,
                 head=number == len(choice.stages) - 1,
+                recompute=dict.fromkeys(option.recomputed, layers) if layers else {},
             )
         )
         first += layers

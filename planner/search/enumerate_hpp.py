@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Literal
 
 from planner.cost.memory import MemoryModel
 from planner.cost.price import check_memory, price_plan
@@ -31,6 +32,7 @@ from planner.search.device_groups import DeviceGrid
 from planner.search.diagnose import cannot_fit
 from planner.search.grid_search import GridSearch, Priced
 from planner.search.layouts import Layout, Slice, layouts, whole_cluster
+from planner.search.savers import PLAIN, Rungs, Savers, settings
 
 _PROGRESS_SECONDS = 1.0
 # Layouts that fit and are compared, of a cluster that is planned coarsely.
@@ -41,9 +43,15 @@ class Enumeration:
     """One run of the strategy."""
 
     def __init__(
-        self, request: PlanRequest, *, profile: ProfileTable, progress: Callable[[str], None]
+        self,
+        request: PlanRequest,
+        *,
+        profile: ProfileTable,
+        progress: Callable[[str], None],
+        savers: Savers = PLAIN,
     ) -> None:
         self._request = request
+        self._savers = savers
         self._profile = profile
         self._progress = progress
         self._told = time.monotonic()
@@ -123,6 +131,7 @@ class Enumeration:
             price=lambda combination: self._price_of(combination, part, batch),
             counts=self.counts,
             tick=self._tick,
+            savers=self._savers,
         ).run()
 
     def _price_of(self, combination: Combination, part: Slice, batch: int) -> float:
@@ -146,7 +155,9 @@ class Enumeration:
             request = request.model_copy(update={"global_batch_size": batch})
         used = {device for pipeline in pipelines for device in pipeline.devices}
         idle = tuple(device.id for device in request.cluster.devices if device.id not in used)
-        return plan_of(request, pipelines, idle=idle, profile=self._profile)
+        return plan_of(
+            request, pipelines, idle=idle, profile=self._profile, zero_stage=self._savers.zero_stage
+        )
 
     def _price(self, plan: Plan) -> float:
         return price_plan(plan, profile=self._profile).iteration_seconds
@@ -174,17 +185,44 @@ class Enumeration:
             )
 
 
-def plan(request: PlanRequest, *, profile: ProfileTable, progress: Callable[[str], None]) -> Plan:
-    """The strategy: a Plan with `search` statistics, `predicted` left to the caller."""
-    run = Enumeration(request, profile=profile, progress=progress)
-    best = run.best()
-    if best is None:
+def plan(
+    request: PlanRequest,
+    *,
+    profile: ProfileTable,
+    progress: Callable[[str], None],
+    recompute: Rungs = "none",
+    zero_stages: tuple[Literal[0, 1, 2], ...] = (0,),
+) -> Plan:
+    """The strategy: a Plan with `search` statistics, `predicted` left to the caller.
+
+    `recompute` and `zero_stages` widen the enumeration (planner/search/savers.py), one complete run a setting.
+    """
+    units = len(request.cluster.devices)
+    found: list[tuple[float, int, Plan, dict[str, object]]] = []
+    for index, savers in enumerate(
+        settings(
+            recompute=recompute,
+            zero_stages=zero_stages,
+            zero_scope=request.zero_scope,
+            most_pipelines=min(units, request.global_batch_size),
+        )
+    ):
+        run = Enumeration(request, profile=profile, progress=progress, savers=savers)
+        best = run.best()
+        if best is not None:
+            made, layout = best
+            seconds = price_plan(made, profile=profile).iteration_seconds
+            found.append((seconds, index, made, _statistics(run, layout)))
+    if not found:
         raise cannot_fit(request, profile=profile)
-    found, layout = best
-    statistics = {
+    _, _, chosen, statistics = min(found, key=lambda one: one[:2])
+    return chosen.model_copy(update={"search": statistics})
+
+
+def _statistics(run: Enumeration, layout: Layout) -> dict[str, object]:
+    return {
         **asdict(run.counts),
         "coarse": layout.coarse,
         "slices": len(layout.slices),
         "steps": dict(zip(layout.slices[0].grid.types, layout.slices[0].grid.steps, strict=True)),
     }
-    return found.model_copy(update={"search": statistics})

@@ -12,6 +12,7 @@ from planner.search.cache import PipelineCache
 from planner.search.choice import PipelineChoice, SearchCounts
 from planner.search.combine import Combination, combine, least_end_seconds
 from planner.search.device_groups import Composition, DeviceGrid, compositions, device_groups
+from planner.search.savers import PLAIN, Savers
 from planner.search.stage_search import StageSearch
 
 # Combinations of least estimated time that are priced in full (Eq. 5 with gradient blocks).
@@ -44,6 +45,7 @@ class GridSearch:
         price: Callable[[Combination], float],
         counts: SearchCounts,
         tick: Callable[[], None],
+        savers: Savers = PLAIN,
     ) -> None:
         self._grid = grid
         self._cost = cost
@@ -59,8 +61,10 @@ class GridSearch:
             counts=counts,
             tick=tick,
             most_stages=MOST_COARSE_STAGES if max(grid.steps) > 1 else None,
+            savers=savers,
         )
         self._cache = PipelineCache(self._stages)
+        self._fewest_pipelines = savers.pipelines
         self._first: dict[Composition, list[PipelineChoice]] = {}
 
     def run(self) -> Priced | None:
@@ -94,6 +98,7 @@ class GridSearch:
                 usable=usable.__contains__,
                 most_pipelines=min(self._grid.units, self._batch),
             )
+            if len(group) >= self._fewest_pipelines
         ]
         groups.sort()
         self._counts.device_groups += len(groups)

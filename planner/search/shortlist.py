@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from planner.plan import PipelinePlan, Plan
+from planner.prices import cost_per_million_tokens
 
 Offer = Callable[[Plan], None]
 """Takes a priced plan that the search has come across."""
@@ -17,23 +18,24 @@ def ignore(plan: Plan) -> None:
 
 
 class Shortlist:
-    """Keeps the best plans offered. Plans are distinct if their pipelines are, whatever devices play them and
-    however the samples are shared; of the others only the best is kept."""
+    """Keeps the best plans offered, those of least `rank`. Plans are distinct if their pipelines are, whatever
+    devices play them and however the samples are shared; of the others only the best is kept."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rank: Callable[[Plan], float] | None = None) -> None:
+        """Without `rank`, the predicted seconds of an iteration."""
         assert most >= 1
         self._most = most
+        self._rank = rank or _iteration_seconds
         self._kept: dict[object, tuple[float, int, Plan]] = {}
         self._offered = 0
 
     def offer(self, plan: Plan) -> None:
         """Keep a priced plan if it is among the best."""
-        assert plan.predicted is not None, "only a priced plan can be compared"
         self._offered += 1
-        seconds, key = plan.predicted.iteration_seconds, pipelines_key(plan)
-        if key in self._kept and self._kept[key][0] <= seconds:
+        rank, key = self._rank(plan), pipelines_key(plan)
+        if key in self._kept and self._kept[key][0] <= rank:
             return
-        self._kept[key] = (seconds, self._offered, plan)
+        self._kept[key] = (rank, self._offered, plan)
         if len(self._kept) > self._most:
             worst = max(self._kept, key=lambda other: self._kept[other][:2])
             del self._kept[worst]
@@ -44,14 +46,32 @@ class Shortlist:
         return [plan for _, _, plan in sorted(self._kept.values(), key=lambda one: one[:2])]
 
 
+def rank_of(objective: str) -> Callable[[Plan], float]:
+    """What a plan is ranked by: its seconds, or the cost of its tokens."""
+    return _iteration_seconds if objective == "time" else _cost
+
+
+def _iteration_seconds(plan: Plan) -> float:
+    assert plan.predicted is not None, "only a priced plan can be compared"
+    return plan.predicted.iteration_seconds
+
+
+def _cost(plan: Plan) -> float:
+    cost = cost_per_million_tokens(plan)
+    assert cost is not None, "the request checks prices"
+    return cost
+
+
 def pipelines_key(plan: Plan) -> object:
     """What two plans that are not distinct have in common."""
-    return frozenset(Counter(_pipeline_key(plan, pipeline) for pipeline in plan.pipelines).items())
+    pipelines = Counter(_pipeline_key(plan, pipeline) for pipeline in plan.pipelines)
+    return plan.zero_stage, frozenset(pipelines.items())
 
 
 def _pipeline_key(plan: Plan, pipeline: PipelinePlan) -> object:
     stages = []
     for stage in pipeline.stages:
         types = tuple(plan.cluster.device_by_id[device].type for device in stage.devices)
-        stages.append((types, stage.tp, stage.rows, stage.layers))
+        recompute = tuple(sorted(stage.recompute.items()))
+        stages.append((types, stage.tp, stage.rows, stage.layers, recompute))
     return pipeline.micro_batch_size, tuple(stages)

@@ -24,7 +24,8 @@ StageShare = tuple[NodeShare, ...]
 class StageOption:
     """One way to run a stage on its devices; `replicas` are in slot order, `node` being the slot.
 
-    `loads` are the distinct (device type, rows) of its replicas: all that its times and memory depend on.
+    `loads` are the distinct (device type, rows) of its replicas: all that its times and memory depend on
+    beside `recomputed`, the operators that all layers recompute.
     Made once per stage share and micro-batch size, and compared by identity.
     """
 
@@ -32,6 +33,7 @@ class StageOption:
     tp: int
     replicas: tuple[Replica, ...]
     loads: tuple[tuple[str, int], ...]
+    recomputed: tuple[str, ...] = ()
 
 
 def stage_shares(left: StageShare, behind: StageShare, steps: tuple[int, ...]) -> Iterator[StageShare]:

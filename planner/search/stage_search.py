@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost.memory import MemoryModel, StageLoad
+from planner.cost.recompute import RecomputeModel
 from planner.cost.stages import StageCost, StageShape
 from planner.search.after import AfterEstimate
 from planner.search.branch_and_bound import SizeSearch
 from planner.search.choice import PipelineChoice, Record, SearchCounts
 from planner.search.device_groups import Composition, DeviceGrid, minus, type_counts
+from planner.search.savers import PLAIN, Savers
 from planner.search.stage_groups import StageOption, StageShare, stage_options, stage_shares
 
 
@@ -40,19 +42,22 @@ class StageSearch:
         counts: SearchCounts,
         tick: Callable[[], None],
         most_stages: int | None = None,
+        savers: Savers = PLAIN,
     ) -> None:
         """`most_stages` ends the search of a pipeline at one micro-batch size early; None is complete."""
         self.cost = cost
         self.memory = memory
         self.grid = grid
         self.types = grid.types
-        self.after = AfterEstimate(cost, grid)
+        self.after = AfterEstimate(cost, grid, savers)
+        self._savers = savers
+        self._recompute = RecomputeModel(cost, memory)
         self._sizes = tuple(sorted(micro_batch_sizes))
         self.layers = cost.model.layers
         self.counts = counts
         self.tick = tick
         self.most_stages = most_stages
-        self._layer_bytes = memory.layer_state_bytes()
+        self._layer_bytes = memory.layer_state_bytes(zero_stage=savers.zero_stage)
         self._tables: dict[tuple[object, ...], StageTable] = {}
         self._caps: dict[tuple[object, ...], int] = {}
         self._options: dict[tuple[StageShare, int], list[StageOption]] = {}
@@ -137,7 +142,10 @@ class StageSearch:
         key = (share, micro_batch_size)
         if key not in self._options:
             every = stage_options(self.cost.model, share, self.grid, micro_batch_size=micro_batch_size)
-            self._options[key] = self._worth_trying([option for option in every if self._covered(option)])
+            plain = self._worth_trying([option for option in every if self._covered(option)])
+            self._options[key] = [
+                variant for option in plain for variant in self._savers.variants(option, self._recompute)
+            ]
         return self._options[key]
 
     def _covered(self, option: StageOption) -> bool:
@@ -166,23 +174,36 @@ class StageSearch:
 
     def table(self, option: StageOption, *, embedding: bool, head: bool) -> StageTable:
         """Seconds of the stage by its number of layers, receiving left out."""
-        key = (option.tp, option.loads, embedding, head)
+        scattered = option.replicas if self._savers.zero_stage == 2 else ()
+        key = (option.tp, option.loads, option.recomputed, scattered, embedding, head)
         if key not in self._tables:
-            self._tables[key] = StageTable(
-                len(self._tables),
-                self.cost.layer_table(
-                    option.loads, tp=option.tp, most_layers=self.layers, embedding=embedding, head=head
-                ),
+            seconds = self.cost.layer_table(
+                option.loads,
+                tp=option.tp,
+                most_layers=self.layers,
+                embedding=embedding,
+                head=head,
+                recomputed=option.recomputed,
             )
+            if scattered:
+                shape = StageShape(option.tp, scattered, 0, embedding, head, zero_stage=2)
+                seconds = tuple(
+                    value + self.cost.scatter_seconds(replace(shape, layers=layers))
+                    for layers, value in enumerate(seconds)
+                )
+            self._tables[key] = StageTable(len(self._tables), seconds)
         return self._tables[key]
 
     def cap(self, option: StageOption, *, embedding: bool, head: bool, in_flight: int) -> int:
         """Most layers that fit on every device of the stage; -1 if its ends alone do not."""
-        key = (option.tp, option.loads, embedding, head, in_flight)
+        replicas = len(option.replicas)
+        key = (option.tp, option.loads, option.recomputed, replicas, embedding, head, in_flight)
         if key not in self._caps:
             self._caps[key] = min(
                 self.memory.most_layers(
-                    StageLoad(option.tp, rows, self.layers, embedding, head, in_flight),
+                    self._savers.loaded(
+                        StageLoad(option.tp, rows, self.layers, embedding, head, in_flight), option
+                    ),
                     self.cost.device_types[type_],
                 )
                 for type_, rows in option.loads

@@ -101,7 +101,12 @@ def test_what_the_job_states_of_synchronisation_must_agree_with_its_plan(tmp_pat
         ({"plan": "none.json"}, "plan file"),
         (training(steps=0), "training.steps = 0"),
         (training(sequence_length=1000), "training.sequence_length = 1000 is more than the model's"),
-        (training(precision="fp16"), "'fp16' is not available yet; use bf16 or fp32"),
+        (training(precision="fp8"), "training.precision = 'fp8'"),
+        (training(optimizer={"name": "sgd", "betas": [0.9, 0.9]}), "betas is not an option of sgd"),
+        (training(optimizer={"momentum": 0.5}), "momentum is not an option of adamw"),
+        (training(learning_rate={"peak": 1e-3, "schedule": "wsd"}), "wsd needs decay_steps"),
+        (training(learning_rate={"peak": 1e-3, "decay_steps": 5}), "the other schedules have none"),
+        ({"runtime": {"on_nan": "pray"}}, "runtime.on_nan = 'pray'"),
         (training(learning_rate=-1), "training.learning_rate.peak = -1"),
         (training(optimizer={"betas": [0.9, 1.0]}), "both must be at least 0 and below 1"),
         ({"data": {"path": ""}}, "data.path"),
@@ -143,6 +148,9 @@ def test_learning_rates_warm_up_and_end() -> None:
     linear = LearningRate(peak=1.0, schedule="linear", minimum=0.0)
     assert [linear.at(i, steps=4) for i in (1, 2, 4)] == pytest.approx([0.75, 0.5, 0.0])
     assert LearningRate(peak=0.3).at(99, steps=100) == 0.3
+    stable = LearningRate(peak=1.0, schedule="wsd", warmup_steps=2, decay_steps=4, minimum=0.2)
+    found = [stable.at(i, steps=10) for i in range(1, 11)]
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_a_bare_number_is_a_constant_rate(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_the_job_says_how_gradients_travel_where_its_plan_does_not(tmp_path: Pat
         job_with(tmp_path, plan="auto", cluster="1x2:910B2", runtime={"wire_dtype": "bf16"})
     )
     assert (request.dtypes.param, request.dtypes.wire) == (job.training.precision, "bf16")
+    # What the runtime can execute.
+    assert (request.recompute, request.zero_stages) == (True, (0,))
 
 
 def test_the_job_s_emulation_comes_before_the_plan_s(tmp_path: Path) -> None:

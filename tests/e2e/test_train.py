@@ -12,8 +12,13 @@ import pytest
 from safetensors import safe_open
 
 from actors.job import read_job
+from actors.planning import plan_request
+from planner.errors import UserError
 from planner.parameters import model_parameters
+from planner.plan import read_plan
+from planner.search import find_plan
 from tests.e2e.runs import Run, rows, wait_until, write_job
+from tests.plans import make_llama
 
 STEPS = 6
 
@@ -61,6 +66,28 @@ def test_the_end_is_told_and_nothing_is_left(finished: tuple[Path, str, Run]) ->
     assert "EMULATED" in out
     assert str(folder) in out.splitlines()[-1]
     assert {path.name for path in folder.iterdir()} == {*summary["written"]}
+    assert run.leaves_nothing()
+
+
+def test_what_only_fits_with_recomputation_is_planned_and_trained(tmp_path: Path) -> None:
+    """The devices refuse an allocation beyond their memory, whatever the planner believed."""
+    job = write_job(
+        tmp_path,
+        steps=3,
+        model=make_llama(layers=4, hidden_size=48, dropout=0.1, max_sequence_length=64).model_dump(),
+        training={"global_batch_size": 8, "sequence_length": 64, "steps": 3},
+        plan="auto",
+        cluster={"nodes": [{"name": "n", "emulate": True, "devices": [{"type": "RTX3090", "count": 2}]}]},
+        emulation={"memory_scale": 14_000},
+    )
+    with pytest.raises(UserError, match="does not fit"):
+        find_plan(plan_request(read_job(job)).model_copy(update={"recompute": False}))
+    run = Run([str(job), "--output", str(tmp_path / "run")], tmp_path)
+    code, _, err = run.end()
+    assert code == 0, err
+    stages = [s for pipeline in read_plan(tmp_path / "run" / "plan.json").pipelines for s in pipeline.stages]
+    assert any(count for stage in stages for count in stage.recompute.values())
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [1, 2, 3]
     assert run.leaves_nothing()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from actors.engine.tokens import prepare_tokens
 from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
-from actors.job import LearningRate, Training
+from actors.job import LearningRate, Optimizer, Training
 from planner.parameters import Parameter, model_parameters
 from planner.plan import Plan
 from tests.engine.rank_pool import RankPool
@@ -57,7 +57,7 @@ def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
     for iteration in range(1, config.training.steps + 1):
         if iteration == 1:
             # Before the first update: the gradient as synchronised, not clipped.
-            trainer.compute_gradients(1)
+            trainer.gather_gradients(trainer.compute_gradients(1))
             gradients = [
                 Part(piece.name, piece.tp_range, piece.logical(piece.gradient).clone())
                 for piece in trainer.buffer.pieces()
@@ -121,7 +121,9 @@ def write_tokens(folder: Path) -> Path:
     return prepare_tokens(text, cache_dir=folder).path
 
 
-def training_of(plan: Plan, *, steps: int, gradient_clip: float | None = None) -> Training:
+def training_of(
+    plan: Plan, *, steps: int, gradient_clip: float | None = None, optimizer: Optimizer | None = None
+) -> Training:
     """Settings for a plan. The rate is low: larger ones amplify round-off chaotically (law 1)."""
     return Training(
         global_batch_size=plan.global_batch_size,
@@ -130,4 +132,5 @@ def training_of(plan: Plan, *, steps: int, gradient_clip: float | None = None) -
         learning_rate=LearningRate(peak=1e-4, schedule="cosine", warmup_steps=3),
         precision=plan.dtypes.param,
         gradient_clip=gradient_clip,
+        optimizer=optimizer or Optimizer(),
     )

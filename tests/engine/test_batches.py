@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from actors.engine.batches import ReplicaBatches
 from actors.engine.data import Samples
+from actors.engine.model.dropout import Draws
 from actors.engine.model.loss import NOT_COUNTED
 from actors.engine.tokens import TokenFile
 from planner.plan import Plan
@@ -63,3 +64,33 @@ def test_every_sample_counts_once(tokens: Path, plan: Plan) -> None:
 
 def test_every_sample_counts_once_when_rows_are_unlike(tokens: Path) -> None:
     _check(uneven_rows(), tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=drawn_plans())
+def test_every_stage_draws_dropout_by_the_sample(tokens: Path, plan: Plan) -> None:
+    """On every stage, the rows that count have the keys of the global batch's samples, each once."""
+    samples = Samples(
+        TokenFile(tokens),
+        sequence_length=plan.sequence_length,
+        global_batch_size=plan.global_batch_size,
+        seed=3,
+    )
+    place = {"layer": 1, "operator": "softmax"}
+    whole = Draws(seed=3, iteration=2, first_sample=0)
+    expected = whole.keys(rows=plan.global_batch_size, **place)  # type: ignore[arg-type]
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank in plan.ranks:
+        pipeline = plan.pipelines[rank.pipeline]
+        batches = ReplicaBatches(plan=plan, place=rank, samples=samples, device=torch.device("cpu"))
+        rows = pipeline.stages[rank.stage].rows[rank.replica]
+        for index in range(pipeline.micro_batches):
+            keys = batches.draws(2, index).keys(rows=rows, **place)  # type: ignore[arg-type]
+            _, labels = batches.micro_batch(2, index)
+            counted = (labels != NOT_COUNTED).all(dim=1).tolist()
+            if not rank.tp_rank:
+                stage = found.setdefault((rank.pipeline, rank.stage), [])
+                stage += [key for key, counts in zip(keys, counted, strict=True) if counts]
+    for (pipeline_index, _), stage in found.items():
+        first, last = plan.sample_ranges()[pipeline_index]
+        assert sorted(stage) == sorted(expected[first:last])

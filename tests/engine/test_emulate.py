@@ -177,7 +177,7 @@ def _paced_blocks(rank: int, plan: Plan) -> tuple[float, float]:
         time.sleep(LATE_SECONDS)
     ready = torch.tensor([time.monotonic()], dtype=torch.float64)
     data = [torch.full((call.numel,), float(rank + 1)) for call in calls]
-    for work in [transport.all_reduce(call, part) for call, part in zip(calls, data, strict=True)]:
+    for work in [transport.reduce(call, part) for call, part in zip(calls, data, strict=True)]:
         work.wait()
     done = time.monotonic()
     transport.close()

@@ -16,6 +16,7 @@ from torch import nn
 
 from actors.engine.device import HostDevice
 from actors.engine.exchange import Exchange, StageRanks, boundary_transfers, rank_routes
+from actors.engine.model.dropout import Draws
 from actors.engine.stage_runner import StageRunner
 from planner.plan import Plan, RankPlace
 from tests.engine.law_plans import plan_of, uneven_rows
@@ -141,7 +142,9 @@ class _Scale(nn.Module):
         self.factor = nn.Parameter(torch.tensor(factor))
         self.has_embedding, self.has_head = first, last
 
-    def forward(self, inputs: torch.Tensor, labels: Any = None, loss_scale: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, labels: Any = None, loss_scale: float = 1.0, draws: Draws | None = None
+    ) -> torch.Tensor:
         scaled = inputs * self.factor
         return scaled.sum() * loss_scale if self.has_head else scaled
 
@@ -164,7 +167,6 @@ def _run_rank(plan: Plan, place: RankPlace, rendezvous: _Rendezvous, losses: dic
         stages=len(pipeline.stages),
         stage=place.stage,
         micro_batches=pipeline.micro_batches,
-        loss_scale=1.0,
     )
     first, last = stage.row_range(place.replica)
     shape = (last - first, plan.sequence_length, plan.model.hidden_size)
@@ -174,7 +176,7 @@ def _run_rank(plan: Plan, place: RankPlace, rendezvous: _Rendezvous, losses: dic
         return rows.view(-1, 1, 1).expand(shape).contiguous(), rows
 
     for _ in range(2):
-        result = runner.run(batch)
+        result = runner.run(batch, lambda _: Draws(seed=0, iteration=1, first_sample=0))
     losses[place.rank] = [float(loss) for loss in result.losses]
 
 

@@ -16,7 +16,7 @@ from actors.job import Training
 from planner.gradient_calls import call_reduction, gradient_layout
 from planner.plan import Plan
 from tests.engine import reference
-from tests.engine.law_plans import cpu_cluster, plan_of
+from tests.engine.law_plans import on_nodes, plan_of
 from tests.engine.rank_pool import RankError, RankPool
 from tests.engine.rank_training import (
     make_trainer,
@@ -35,21 +35,6 @@ PLAN = plan_of([(2, 1, 1), (1, 1, 3)], [(1, 2, 4)], samples=[3, 4])
 
 def with_sync(plan: Plan, **fields: Any) -> Plan:
     return Plan.model_validate(plan.model_dump() | fields)
-
-
-def on_nodes(plan: Plan, *counts: int) -> Plan:
-    """The same plan on nodes whose own links are much faster than those between them."""
-    cluster = cpu_cluster(1).model_dump()
-    nodes = [{"name": f"n{i}", "devices": [{"type": "kind0", "count": n}]} for i, n in enumerate(counts)]
-    links = {
-        "intra_node": {"bandwidth": 1e11, "latency": 0.0},
-        "inter_node": {"bandwidth": 1e8, "latency": 1e-4},
-    }
-    data = plan.model_dump()
-    devices = iter([f"n{i}/{k}" for i, n in enumerate(counts) for k in range(n)])
-    for stage in (stage for pipeline in data["pipelines"] for stage in pipeline["stages"]):
-        stage["devices"] = [next(devices) for _ in stage["devices"]]
-    return Plan.model_validate(data | {"cluster": cluster | {"nodes": nodes, "links": links}})
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class _Recorder:
         self.launched: list[GradientCall] = []
         self.sums: list[float] = []
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
         self.launched.append(call)
         self.sums.append(float(data.sum()))
         return _Done()

@@ -1,4 +1,4 @@
-"""What carries gradients: shards of sections, the thread that runs steps, ranks that fail on the way."""
+"""What carries gradients: shards of calls, the thread that runs steps, ranks that fail on the way."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from actors.engine import gradient_transport
-from actors.engine.gradient_transport import CallTransport, SectionTransport, Steps, ThreadCourier, Work
+from actors.engine.gradient_transport import CallTransport, Steps, ThreadCourier, Work
+from actors.engine.shard_transport import GroupShards
 from planner.cluster import Cluster, from_short_form
-from planner.gradient_calls import GradientCall, Section, call_reduction, gradient_layout
+from planner.gradient_calls import GradientCall, call_reduction, gradient_layout
+from planner.plan import Plan
 from tests.engine.held_parameters import Rig, gradient_groups, rig_transport
 from tests.engine.rank_pool import RankError, RankPool
 from tests.gradient_plans import variant
@@ -28,54 +30,75 @@ SMALL = make_model(hidden_size=24)
 HOLDERS: tuple[tuple[int, ...], ...] = ((0,), (1, 2), (0, 1, 2), (0, 2, 3))
 
 
-def _sections() -> list[Section]:
-    """Sections of unlike sizes; all but the first are rounded up to their holders."""
-    sizes = [7, 101, 1000, 4097]
+# Elements; none but the first is long beside the scratch of the second case below.
+SIZES = (7, 102, 1002, 4098)
+
+
+def _calls() -> list[GradientCall]:
     return [
-        Section(index, holders, (), -(-size // len(holders)) * len(holders))
-        for index, (holders, size) in enumerate(zip(HOLDERS, sizes, strict=True))
+        GradientCall(index, index, holders, 0, size, 0, index)
+        for index, (holders, size) in enumerate(zip(HOLDERS, SIZES, strict=True))
+        if len(holders) > 1
     ]
 
 
-def _contribution(section: Section, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * section.index + rank)
-    return torch.randn(section.numel, generator=generator)
+def _shard_plan() -> Plan:
+    """Four ranks on a host; the calls above are not its own, but its links choose how they are reduced."""
+    return make_plan(SMALL, [[(1, 1, 4)]] * 4, cluster=from_short_form("1x4:CPU"))
+
+
+def _contribution(call: GradientCall, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * call.index + rank)
+    return torch.randn(call.numel, generator=generator)
 
 
 def _scatter_and_gather(
-    rank: int, wire: torch.dtype
+    rank: int, dtype: torch.dtype, segment: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """What a rank contributed to each section, its shard of the sum, and what it gathered."""
+    """What a rank contributed to each call, its shard of the sum, and what it gathered."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in HOLDERS}
-    sections = [section for section in _sections() if rank in section.holders]
-    steps = Steps(groups, rank=rank, wire=wire, device=CPU, largest=max(s.numel for s in sections))
-    transport = SectionTransport(steps)
-    data = [_contribution(section, rank) for section in sections]
-    works = [transport.reduce_scatter(*pair) for pair in zip(sections, data, strict=True)]
+    calls = [call for call in _calls() if rank in call.holders]
+
+    def steps() -> Steps:
+        return Steps(groups, rank=rank, wire=dtype, device=CPU)
+
+    whole_segment, gradient_transport.SEGMENT = gradient_transport.SEGMENT, segment
+    transport = GroupShards(_shard_plan(), rank=rank, sums=steps(), values=steps())
+    data = [_contribution(call, rank) for call in calls]
+    works = [transport.reduce(*pair) for pair in zip(calls, data, strict=True)]
     shards = []
-    for work, section, whole in zip(works, sections, data, strict=True):
+    for work, call, whole in zip(works, calls, data, strict=True):
         work.wait()
-        shards.append(whole[slice(*section.shard(rank))].clone())
-    for work in [transport.all_gather(*pair) for pair in zip(sections, data, strict=True)]:
+        shards.append(whole[_own_slice(call, rank)].clone())
+    for work in [transport.gather(*pair) for pair in zip(calls, data, strict=True)]:
         work.wait()
     transport.close()
+    gradient_transport.SEGMENT = whole_segment
     return [
-        (_contribution(section, rank), shard, whole)
-        for section, shard, whole in zip(sections, shards, data, strict=True)
+        (_contribution(call, rank), shard, whole)
+        for call, shard, whole in zip(calls, shards, data, strict=True)
     ]
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_sections_are_reduced_to_shards_and_gathered(rank_pool: RankPool, wire: torch.dtype) -> None:
-    results = [iter(answer) for answer in rank_pool.run(_scatter_and_gather, wire, world_size=4)]
-    for section in _sections():
-        held = [next(results[rank]) for rank in section.holders]
+def _own_slice(call: GradientCall, rank: int) -> slice:
+    size = call.numel // len(call.holders)
+    place = call.holders.index(rank)
+    return slice(place * size, (place + 1) * size)
+
+
+@pytest.mark.parametrize("segment", [gradient_transport.SEGMENT, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_are_reduced_to_shards_and_gathered(
+    rank_pool: RankPool, dtype: torch.dtype, segment: int
+) -> None:
+    results = [iter(answer) for answer in rank_pool.run(_scatter_and_gather, dtype, segment, world_size=4)]
+    for call in _calls():
+        held = [next(results[rank]) for rank in call.holders]
         total = sum(mine.double() for mine, _, _ in held)
         assert isinstance(total, torch.Tensor)
-        exact = wire == torch.float32 or len(held) == 1
-        relative, absolute = (1e-6, 1e-6) if exact else (0.01, 0.05)
-        for rank, (_, shard, whole) in zip(section.holders, held, strict=True):
-            own = total[slice(*section.shard(rank))]
+        relative, absolute = (1e-6, 1e-6) if dtype == torch.float32 else (0.01, 0.05)
+        for rank, (_, shard, whole) in zip(call.holders, held, strict=True):
+            own = total[_own_slice(call, rank)]
             torch.testing.assert_close(shard.double(), own, rtol=relative, atol=absolute)
             torch.testing.assert_close(whole.double(), total, rtol=relative, atol=absolute)
             assert torch.equal(whole, held[0][2]), "holders gathered unlike bits"
@@ -114,13 +137,13 @@ class _FailingTransport:
         self._dies = dies
         self._calls = 0
 
-    def all_reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
+    def reduce(self, call: GradientCall, data: torch.Tensor) -> Work:
         self._calls += 1
         if self._calls == 2:
             if self._dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
-        return self._inner.all_reduce(call, data)
+        return self._inner.reduce(call, data)
 
     def close(self) -> None:
         self._inner.close()

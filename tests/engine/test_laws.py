@@ -7,22 +7,24 @@ compared every iteration; surplus samples (law 2) and the choice of samples (law
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from actors.job import Training
 from planner.plan import Plan
-from tests.engine import reference
-from tests.engine.law_plans import HAND_PICKED, drawn_plans, plan_of
+from tests.engine.law_checks import STEPS, assert_trains_as_one_process, one_process
+from tests.engine.law_plans import (
+    DROPPED_LLAMA,
+    HAND_PICKED,
+    drawn_plans,
+    plan_of,
+    whole_layers,
+    with_recompute,
+)
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import relative_difference, train_plan, training_of, write_tokens
-from tests.engine.reference import Trained
-
-STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -30,65 +32,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-def _reference(plan: Plan, training: Training, tokens: Path, *, exact: bool = False) -> Trained:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return reference.train(plan.model, training, tokens, exact=exact)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _assert_same_training(got: Trained, expected: Trained, exact: Callable[[], Trained]) -> None:
-    """Law 1 in fp32. `exact()` trains in fp64, for parameters that fp32 itself does not settle."""
-    for name, gradient in expected.gradients.items():
-        if name.endswith("attention.key.bias"):
-            # Softmax ignores what all keys share, so the true gradient is zero.
-            assert got.gradients[name].abs().max() < 1e-5, name
-        else:
-            assert relative_difference(got.gradients[name], gradient) < 1e-5, name
-    assert got.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
-    amplified = []
-    for name, parameter in expected.parameters.items():
-        if name.endswith("attention.key.bias"):
-            assert (got.parameters[name] - parameter).abs().max() < 1e-5, name
-        elif relative_difference(got.parameters[name], parameter) >= 1e-5:
-            amplified.append(name)
-    if amplified:
-        _assert_no_further_than_round_off(amplified, got, expected, exact())
-
-
-def _assert_no_further_than_round_off(
-    names: list[str], got: Trained, expected: Trained, exact: Trained
-) -> None:
-    """AdamW divides a gradient element by its own size, so the round-off of one near zero moves a bias that
-    began at zero by more than 1e-5, in one process too: not more than twice as far from fp64 as there."""
-    for name in names:
-        truth = exact.parameters[name]
-        alone = relative_difference(expected.parameters[name].double(), truth)
-        assert relative_difference(got.parameters[name].double(), truth) < max(1e-5, 2 * alone), name
-
-
-def _check(
-    pool: RankPool, plan: Plan, tokens: Path, *, steps: int = STEPS, clip: float | None = None
-) -> None:
-    training = training_of(plan, steps=steps, gradient_clip=clip)
-    expected = _reference(plan, training, tokens)
-    if clip is not None:
-        assert min(expected.norms) > clip, "clipping is meant to happen"
-    got = train_plan(pool, plan, training, tokens)
-    _assert_same_training(got, expected, lambda: _reference(plan, training, tokens, exact=True))
-
-
 @pytest.mark.parametrize("name", HAND_PICKED)
 def test_a_plan_trains_as_one_process(rank_pool: RankPool, tokens: Path, name: str) -> None:
-    _check(rank_pool, HAND_PICKED[name], tokens)
+    assert_trains_as_one_process(rank_pool, HAND_PICKED[name], tokens)
 
 
 def test_clipping_counts_every_element_once_over_unlike_meshes(rank_pool: RankPool, tokens: Path) -> None:
     plan = plan_of([(2, 1, 1), (1, 1, 3)], [(1, 2, 4)], samples=[3, 4])
-    _check(rank_pool, plan, tokens, clip=0.2)
+    assert_trains_as_one_process(rank_pool, plan, tokens, clip=0.2)
 
 
 _DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -97,7 +48,7 @@ _DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], p
 @settings(_DRAWN, max_examples=8, derandomize=True)
 @given(plan=drawn_plans())
 def test_any_plan_trains_as_one_process(rank_pool: RankPool, tokens: Path, plan: Plan) -> None:
-    _check(rank_pool, plan, tokens)
+    assert_trains_as_one_process(rank_pool, plan, tokens)
 
 
 @pytest.mark.slow
@@ -105,7 +56,7 @@ def test_any_plan_trains_as_one_process(rank_pool: RankPool, tokens: Path, plan:
 @settings(_DRAWN, max_examples=16, derandomize=True)
 @given(plan=drawn_plans())
 def test_any_of_many_plans_trains_as_one_process(rank_pool: RankPool, tokens: Path, plan: Plan) -> None:
-    _check(rank_pool, plan, tokens)
+    assert_trains_as_one_process(rank_pool, plan, tokens)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +64,17 @@ def test_any_of_many_plans_trains_as_one_process(rank_pool: RankPool, tokens: Pa
     [
         plan_of([(1, 1, 2), (1, 1, 2)], [(1, 2, 4)], samples=[3, 4], dtypes={"param": "bf16"}),
         plan_of([(2, 1, 2), (1, 2, 2)], samples=[6], dtypes={"param": "bf16"}),
+        with_recompute(
+            plan_of([(2, 1, 1), (1, 2, 1)], model=DROPPED_LLAMA, samples=[6], dtypes={"param": "bf16"}),
+            whole_layers(DROPPED_LLAMA, 1),
+            {"softmax": 1, "mlp_norm": 1},
+        ),
     ],
-    ids=["stages and replicas", "tensor parallel"],
+    ids=["stages and replicas", "tensor parallel", "llama, dropout, recomputation"],
 )
 def test_bf16_trains_as_one_process_in_bf16(rank_pool: RankPool, tokens: Path, plan: Plan) -> None:
     training = training_of(plan, steps=STEPS)
-    expected = _reference(plan, training, tokens)
+    expected = one_process(plan, training, tokens)
     got = train_plan(rank_pool, plan, training, tokens)
     for name, gradient in expected.gradients.items():
         if not name.endswith("attention.key.bias"):

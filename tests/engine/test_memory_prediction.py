@@ -8,7 +8,7 @@ import pytest
 
 from actors.engine.trainer import TrainerConfig
 from planner.cluster import Cluster
-from planner.cost.price import memory_model, stage_load
+from planner.cost.plan_memory import PlanMemory
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes, Plan, Precision
 from tests.engine.rank_pool import RankPool
@@ -68,16 +68,27 @@ def peak_of_rank(rank: int, config: TrainerConfig) -> int:
 def test_tensor_bytes_are_those_of_a_tracker(
     rank_pool: RankPool, tmp_path: Path, name: str, precision: Precision
 ) -> None:
-    plan = make_case(name, precision)
-    training = training_of(plan, steps=2)
-    config = TrainerConfig(plan=plan, training=training, tokens=write_tokens(tmp_path), timeout_seconds=30)
+    _check(rank_pool, make_case(name, precision), write_tokens(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tp beside dp", "unlike pipelines", "mostly state"])
+def test_tensor_bytes_of_sharded_optimizer_state(
+    rank_pool: RankPool, tmp_path: Path, name: str, precision: Precision
+) -> None:
+    plan = Plan.model_validate(make_case(name, precision).model_dump() | {"zero_stage": 1})
+    _check(rank_pool, plan, write_tokens(tmp_path))
+
+
+def _check(rank_pool: RankPool, plan: Plan, tokens: Path) -> None:
+    config = TrainerConfig(plan=plan, training=training_of(plan, steps=2), tokens=tokens, timeout_seconds=30)
     peaks = rank_pool.run(peak_of_rank, config, world_size=plan.world_size)
-    memory = memory_model(plan)
+    memory = PlanMemory(plan)
     fullest: dict[tuple[int, int], int] = {}
     for place, peak in zip(plan.ranks, peaks, strict=True):
         key = (place.pipeline, place.stage)
         fullest[key] = max(fullest.get(key, 0), peak)
     for (pipeline, stage), peak in fullest.items():
-        load = stage_load(plan, pipeline=pipeline, stage=stage, replica=0)
-        predicted = memory.tensor_bytes(load)
+        load = memory.load(pipeline=pipeline, stage=stage, replica=0)
+        predicted = memory.model.tensor_bytes(load)
         assert peak <= predicted <= 1.05 * peak, (pipeline, stage, predicted / peak - 1)

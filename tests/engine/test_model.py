@@ -7,32 +7,42 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from actors.engine.model.layer import GPT3_FLOW, Layer
+from actors.engine.model.flow import CONSTANTS, GPT3_FLOW, LLAMA_FLOW, Operator
+from actors.engine.model.layer import Gpt3Layer, Layer, LlamaLayer
 from actors.engine.model.loss import NOT_COUNTED, vocabulary_parallel_cross_entropy_sum
 from actors.engine.model.stage import build_stage
 from actors.engine.process_groups import ProcessGroups
-from planner.operators import GPT3_OPERATORS
+from planner.operators import GPT3_OPERATORS, LLAMA_OPERATORS
 from planner.parameters import stage_parameters
 from planner.plan import Plan
-from tests.engine.law_plans import MODEL, plan_of
+from tests.engine.law_plans import LLAMA, MODEL, plan_of
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import leave_pool_groups
-from tests.plans import make_model
+from tests.plans import make_llama, make_model
 
 UNTIED = make_model(tied_embedding=False)
+TIED_LLAMA = make_llama(tied_embedding=True)
 
 
-def test_a_layer_is_the_planners_operators_in_order() -> None:
-    assert tuple(operator.name for operator in GPT3_FLOW) == GPT3_OPERATORS
-    assert all(callable(getattr(Layer, name, None)) or name.endswith("_norm") for name in GPT3_OPERATORS)
+FLOWS = [(Gpt3Layer, GPT3_FLOW, GPT3_OPERATORS), (LlamaLayer, LLAMA_FLOW, LLAMA_OPERATORS)]
 
 
-def test_a_layer_lets_go_of_every_value_but_its_result() -> None:
-    held: set[str] = {"hidden", "mask"}
-    for operator in GPT3_FLOW:
+@pytest.mark.parametrize(("layer", "flow", "operators"), FLOWS)
+def test_a_layer_is_the_planners_operators_in_order(
+    layer: type[Layer], flow: tuple[Operator, ...], operators: tuple[str, ...]
+) -> None:
+    assert tuple(operator.name for operator in flow) == operators
+    assert layer.operators == flow
+    assert all(callable(getattr(layer, name, None)) or name.endswith("_norm") for name in operators)
+
+
+@pytest.mark.parametrize("flow", [GPT3_FLOW, LLAMA_FLOW])
+def test_a_layer_lets_go_of_every_value_but_its_result(flow: tuple[Operator, ...]) -> None:
+    held: set[str] = {"hidden", *CONSTANTS}
+    for operator in flow:
         assert set(operator.inputs) <= held, f"{operator.name} reads what is gone"
         held = (held - operator.last_reads) | set(operator.outputs)
-    assert held == {"hidden"}
+    assert held - set(CONSTANTS) == {"hidden"}
 
 
 def _names_and_shapes(rank: int, plan: Plan) -> None:
@@ -63,11 +73,15 @@ def _names_and_shapes(rank: int, plan: Plan) -> None:
     groups.close()
 
 
-@pytest.mark.parametrize("model", [MODEL, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_names_and_shapes_are_the_planners(rank_pool: RankPool, tp: int, model: object) -> None:
-    assert model in (MODEL, UNTIED)
-    chosen = MODEL if model is MODEL else UNTIED
+MODELS = {"tied": MODEL, "untied": UNTIED, "llama": LLAMA, "tied llama": TIED_LLAMA}
+
+
+@pytest.mark.parametrize(
+    ("tp", "name"),
+    [(tp, name) for tp in (1, 2, 3, 4) for name, model in MODELS.items() if model.kv_heads % tp == 0],
+)
+def test_names_and_shapes_are_the_planners(rank_pool: RankPool, tp: int, name: str) -> None:
+    chosen = MODELS[name]
     splits = [[4], [1, 3]] if tp > 2 else [[4], [1, 3], [1, 2, 1], [0, 4, 0]]
     for layers in splits:
         if tp * len(layers) <= 6:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+import math
 
 import pytest
 import torch
 
 from actors.engine.gradient_buffer import GradientBuffer
-from actors.engine.optimizer import NonFiniteGradientError, Optimizer, PieceState, clip_coefficient
+from actors.engine.optimizer import Optimizer, PieceState, clip_coefficient
 from actors.engine.weights import initial_parameter, shard
 from actors.job import Optimizer as Settings
 from planner.parameters import Parameter, model_parameters
@@ -40,15 +40,19 @@ def _reference(settings: Settings, clip: float | None) -> dict[str, torch.Tensor
         {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon)
+    whole: torch.optim.Optimizer
+    if settings.name == "sgd":
+        whole = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+    else:
+        whole = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.epsilon)
     for iteration, rate in enumerate(RATES, start=1):
         for parameter in model_parameters(MODEL):
             parameters[parameter.name].grad = _gradient(parameter, iteration)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
-        for group in adamw.param_groups:
+        for group in whole.param_groups:
             group["lr"] = rate
-        adamw.step()
+        whole.step()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
@@ -65,14 +69,22 @@ def _trained(
             whole = _gradient(handle.spec, iteration)
             local = shard(handle.spec, whole, tp=handle.tp, tp_rank=handle.tp_rank)
             (handle.leaf.float() * local).sum().backward()
-        optimizer.step(iteration=iteration, gradient_norm=_norm(iteration), learning_rate=rate)
+        optimizer.step(gradient_norm=_norm(iteration), learning_rate=rate)
     return handles, optimizer
 
 
 @pytest.mark.parametrize("clip", [None, 1.0, 1e6])
 @pytest.mark.parametrize("rank", [0, 1, 4])
-def test_pieces_train_as_whole_parameters(rank: int, clip: float | None) -> None:
-    settings = Settings(weight_decay=0.3)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(weight_decay=0.3),
+        Settings(name="sgd", momentum=0.9, weight_decay=0.3),
+        Settings(name="sgd", momentum=0.0),
+    ],
+    ids=["adamw", "sgd", "sgd without momentum"],
+)
+def test_pieces_train_as_whole_parameters(settings: Settings, rank: int, clip: float | None) -> None:
     expected = _reference(settings, clip)
     for handle in _trained(PLAN, rank, settings, clip)[0]:
         whole = shard(handle.spec, expected[handle.spec.name], tp=handle.tp, tp_rank=handle.tp_rank)
@@ -104,8 +116,8 @@ def test_updates_far_below_a_bf16_step_add_up() -> None:
     buffer = GradientBuffer(handles=handles, blocks=own_blocks(PLAN, 0))
     optimizer = Optimizer(buffer=buffer, settings=Settings(), gradient_clip=None)
     buffer.flat.fill_(1.0)
-    for iteration in range(1, 31):
-        optimizer.step(iteration=iteration, gradient_norm=1.0, learning_rate=1e-4)
+    for _ in range(30):
+        optimizer.step(gradient_norm=1.0, learning_rate=1e-4)
     (norm,) = [handle.local for handle in handles if handle.spec.name == "final_norm.weight"]
     assert torch.equal(norm, torch.full_like(norm, 1 - 2**-8))
 
@@ -152,21 +164,9 @@ def test_written_state_is_the_state_that_is_used() -> None:
         assert (target.tensors["master"] == 0.5).all()
 
 
-@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_stops_before_any_update(norm: float) -> None:
-    handles = make_handles(PLAN, 0)
-    before = [handle.local.clone() for handle in handles]
-    buffer = GradientBuffer(handles=handles, blocks=own_blocks(PLAN, 0))
-    optimizer = Optimizer(buffer=buffer, settings=Settings(), gradient_clip=1.0)
-    buffer.flat.fill_(1.0)
-    with pytest.raises(NonFiniteGradientError, match="iteration 7") as caught:
-        optimizer.step(iteration=7, gradient_norm=norm, learning_rate=1e-3)
-    assert all(torch.equal(handle.local, old) for handle, old in zip(handles, before, strict=True))
-    # It crosses process boundaries on its way to the user.
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
 def test_clipping_only_shortens() -> None:
     assert clip_coefficient(0.5, 1.0) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25)
     assert clip_coefficient(4.0, None) == 1.0
+    # Where a job goes on, what is no number must not pass for a short gradient.
+    assert math.isnan(clip_coefficient(math.nan, 1.0))

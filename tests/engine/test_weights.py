@@ -15,7 +15,7 @@ from planner.parameters import Parameter, Region, model_parameters
 from planner.plan import Plan
 from tests.engine.held_parameters import make_handles
 from tests.engine.rank_pool import RankPool
-from tests.plans import Degrees, make_model, make_plan
+from tests.plans import Degrees, make_llama, make_model, make_plan
 
 MODEL = make_model(hidden_size=12, vocab_size=29, max_sequence_length=6)
 WIDE = make_model(hidden_size=240, vocab_size=1000)
@@ -41,6 +41,16 @@ def test_matrices_start_normal(name: str, deviation: float) -> None:
     assert value.dtype == torch.float32
     assert float(value.std()) == pytest.approx(deviation, rel=0.02)
     assert abs(float(value.mean())) < 3 * deviation / math.sqrt(value.numel())
+
+
+def test_llama_matrices_all_start_alike() -> None:
+    model = make_llama(hidden_size=240, vocab_size=1000, ffn_hidden_size=480)
+    for parameter in model_parameters(model):
+        value = initial_parameter(parameter, model=model, seed=3)
+        if len(parameter.shape) == 1:
+            assert bool((value == 1.0).all()), parameter.name
+        else:
+            assert float(value.std()) == pytest.approx(0.02, rel=0.02), parameter.name
 
 
 def test_norms_start_as_identity_and_biases_at_zero() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_every_stage_and_term_is_shown(tmp_path: Path) -> None:
     assert "DOES NOT FIT" not in shown
 
 
+def test_recomputation_and_zero_are_terms_of_their_own(tmp_path: Path) -> None:
+    path = write_plan(tmp_path, [[(1, 2, 14), (1, 1, 10)], [(2, 1, 24)]], cluster="1x5:A100")
+    data = json.loads(path.read_text())
+    data["zero_stage"] = 2
+    data["pipelines"][0]["stages"][0]["recompute"] = {"scores": 4, "softmax": 4, "qkv": 0}
+    path.write_text(json.dumps(data))
+    shown, predicted = run(path), priced(path).predicted
+    assert predicted is not None and predicted.gather_seconds > 0
+    stage = predicted.pipelines[0].stages[0]
+    assert f"Stage 0 recomputes 4 scores, 4 softmax: {format_seconds(stage.recompute_seconds)} of" in shown
+    assert "Stage 0 reduces and scatters its gradients over its replicas (ZeRO-2): " in shown
+    assert f" + gathering {format_seconds(predicted.gather_seconds)} = " in shown
+    assert (
+        "ZeRO-2 shares optimizer state and gradients; optimizer state over all holders of a block." in shown
+    )
+    # Pricing by the links alone is no news.
+    assert "Collectives: " not in shown
+
+
 def test_pipelines_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     shown = run(write_plan(tmp_path, [[(1, 1, 24)]] * 4))
     assert "Pipeline 0, 1, 2, 3: 2 samples each" in shown
@@ -82,14 +102,16 @@ def test_the_prediction_can_be_kept(tmp_path: Path) -> None:
 
 
 def test_profiles_change_the_price(tmp_path: Path) -> None:
-    path = write_plan(tmp_path, [[(1, 1, 14), (1, 1, 10)]], cluster="1x2:A100")
+    path = write_plan(tmp_path, [[(1, 1, 14), (2, 1, 10)]], cluster="1x3:A100")
     folder = write_operators(tmp_path / "source" / "fp16")
     result = CliRunner().invoke(
         app, ["profile", "import", str(folder), "--as", "A100", "--output", str(tmp_path / "profiles")]
     )
     assert result.exit_code == 0, result.output
     kept = tmp_path / "kept.json"
-    assert run(path, "--profiles", tmp_path / "profiles", "--json", kept) != run(path)
+    measured = run(path, "--profiles", tmp_path / "profiles", "--json", kept)
+    assert measured != run(path)
+    assert "Collectives: of stages with TP 1 within the operators' measured times." in measured
     assert [source.provenance for source in read_plan(kept).profiles] == ["imported"]
 
 

@@ -13,7 +13,7 @@ from actors.job import parse_job, read_job
 from eth_service.errors import ProblemError
 from eth_service.submission import accept_job, decode_body, job_document
 from planner.errors import UserError
-from tests.eth_service.double import job_values
+from tests.eth_service.double import example_plan, job_values
 from tests.plans import make_model, make_plan
 
 
@@ -21,7 +21,7 @@ from tests.plans import make_model, make_plan
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "root"
     (folder / "texts").mkdir(parents=True)
-    (folder / "texts" / "book.txt").write_text("words")
+    (folder / "texts" / "book.txt").write_text("words " * 20)
     (tmp_path / "secret.txt").write_text("secret")
     (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
     return folder
@@ -117,8 +117,46 @@ def test_a_users_mistake_names_the_field(root: Path, values: object, expected: s
 
 
 def test_a_plan_that_the_runtime_cannot_execute_is_refused_at_once(root: Path) -> None:
-    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8]).model_dump(mode="json") | {"zero_stage": 1}
+    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8]).model_dump(mode="json") | {"zero_stage": 2}
     training = {"global_batch_size": 8, "sequence_length": 32, "steps": 1, "precision": "bf16"}
     values = job_values(data={"path": "texts/book.txt"}, plan=plan, model=plan["model"], training=training)
-    with pytest.raises(UserError, match="zero_stage = 1 is not supported by the runtime; set it to 0"):
+    with pytest.raises(UserError, match="zero_stage = 2 is not supported by the runtime; set it to 1 or 0"):
         accept_job(values | {"cluster": "auto"}, root=root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"path": "texts/empty.txt"}}, "it holds no text; give a text that is not empty"),
+        (
+            {"data": {"path": "texts/note.txt"}},
+            "needs 33 tokens of text, but the data hold 6; shorten the sequence",
+        ),
+        ({"data": {"path": "texts", "pattern": "*.md"}}, "data.pattern = '*.md' matches no file"),
+        ({"model": "gpt3-175b"}, "model gpt3-175b does not fit: stage 0"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
+    root: Path, changes: dict[str, Any], message: str
+) -> None:
+    (root / "texts" / "empty.txt").write_text("")
+    (root / "texts" / "note.txt").write_text("words")
+    with pytest.raises(UserError) as caught:
+        accept_job(job_values(**changes), root=root)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_plan_of_ones_own_that_does_not_fit_is_refused(root: Path) -> None:
+    plan = example_plan().model_dump(mode="json")
+    training = {
+        "global_batch_size": plan["global_batch_size"],
+        "sequence_length": plan["sequence_length"],
+        "steps": 1,
+        "precision": "bf16",
+    }
+    values = job_values(plan=plan, model=plan["model"], training=training)
+    values.pop("cluster")
+    assert accept_job(values, root=root).plan is not None
+    scaled = values | {"emulation": {"memory_scale": 1e6}}
+    with pytest.raises(UserError, match=r"pipelines\[0\].stages\[0\] needs .* more than its"):
+        accept_job(scaled, root=root)

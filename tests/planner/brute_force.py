@@ -10,19 +10,23 @@ from collections.abc import Iterator, Sequence
 
 from planner.cost.price import check_memory, price_plan
 from planner.errors import UserError
+from planner.operators import layer_operators
 from planner.plan import PipelinePlan, Plan, StagePlan
 from planner.request import PlanRequest
 
 
-def best_price(request: PlanRequest, *, micro_batch_sizes: Sequence[int]) -> float:
-    """The least iteration time of all plans that fit; inf if none does."""
-    return min(
-        (price_plan(plan).iteration_seconds for plan in every_plan(request, micro_batch_sizes)),
-        default=float("inf"),
-    )
+def best_price(request: PlanRequest, *, micro_batch_sizes: Sequence[int], savers: bool = False) -> float:
+    """The least iteration time of all plans that fit; inf if none does.
+
+    With `savers` also of those with ZeRO, at every stage of the request, and with all-or-none recomputation.
+    """
+    plans = every_plan(request, micro_batch_sizes, savers=savers)
+    return min((price_plan(plan).iteration_seconds for plan in plans), default=float("inf"))
 
 
-def every_plan(request: PlanRequest, micro_batch_sizes: Sequence[int]) -> Iterator[Plan]:
+def every_plan(
+    request: PlanRequest, micro_batch_sizes: Sequence[int], *, savers: bool = False
+) -> Iterator[Plan]:
     """Each plan that fits once or more."""
     devices = [device.id for device in request.cluster.devices]
     options = {
@@ -33,12 +37,40 @@ def every_plan(request: PlanRequest, micro_batch_sizes: Sequence[int]) -> Iterat
     for blocks in _disjoint(devices):
         for shapes in itertools.product(*(options[block] for block in blocks)):
             for samples in _sums(request.global_batch_size, len(blocks)):
-                plan = _plan(request, shapes, samples, blocks)
-                try:
-                    check_memory(plan)
-                except UserError:
-                    continue
-                yield plan
+                plain = _plan(request, shapes, samples, blocks)
+                for plan in _with_savers(plain, request) if savers else (plain,):
+                    try:
+                        check_memory(plan)
+                    except UserError:
+                        continue
+                    yield plan
+
+
+def _with_savers(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
+    """The plan with each ZeRO stage and each set of stages that recompute all of their layers' operators."""
+    everything = layer_operators(plan.model)
+    choices = [
+        [
+            stage.model_copy(update={"recompute": dict.fromkeys(everything, count) if count else {}})
+            for count in {0, stage.layer_count}
+        ]
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+    ]
+    for chosen in itertools.product(*choices):
+        left = iter(chosen)
+        pipelines = tuple(
+            pipeline.model_copy(update={"stages": tuple(next(left) for _ in pipeline.stages)})
+            for pipeline in plan.pipelines
+        )
+        for zero_stage in request.zero_stages:
+            yield plan.model_copy(
+                update={
+                    "pipelines": pipelines,
+                    "zero_stage": zero_stage,
+                    "zero_scope": request.zero_scope,
+                }
+            )
 
 
 def _disjoint(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:

@@ -104,7 +104,7 @@ def test_a_missing_precision_has_a_stand_in() -> None:
         ("1x2:A100,frogs", "'frogs' is not nodes x devices : type"),
         ("1x2:A100+A100", "'A100' is not devices : type"),
         ("0x2:A100", "count = 0"),
-        ("1x0:A100", "greater than or equal to 1"),
+        ("1x0:A100", "give a node at least one"),
         ("1000000x8:A100", "whole number from 1 to"),
         ("99999x8:A100", "at most 100000"),
         ("missing.yaml", "neither a file nor a short form"),

@@ -187,7 +187,8 @@ def plans(draw: st.DrawFn) -> Plan:
         name="any",
         family=family,
         layers=layers,
-        hidden_size=heads,
+        # Rotary positions turn pairs.
+        hidden_size=2 * heads if family == "llama" else heads,
         heads=heads,
         vocab_size=draw(st.integers(2, 60)),
         max_sequence_length=8,

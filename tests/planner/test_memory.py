@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.catalogue import CATALOGUE
-from planner.cost.activations import ActivationSizes, layer_saved_bytes, layer_storages
+from planner.cost.activations import ActivationSizes, layer_saved_bytes, layer_values
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.price import check_memory, price_plan
 from planner.errors import UserError
@@ -76,7 +76,7 @@ def test_a_layer_keeps_the_storages_that_autograd_keeps() -> None:
     values = tokens * (4 * hidden + 4 * hidden / 2 + 2 * 4 * hidden / 2 + 128 * MODEL.heads / 2)
     statistics = 4 * tokens
     assert layer_saved_bytes(sizes) == 4 * (values + statistics)
-    assert len({storage.name for storage in layer_storages(sizes)}) == len(layer_storages(sizes))
+    assert len({value.name for value in layer_values(sizes)}) == len(layer_values(sizes))
 
 
 def test_the_first_stage_of_1f1b_holds_most_micro_batches() -> None:

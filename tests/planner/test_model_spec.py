@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.errors import UserError
-from planner.model_spec import PRESETS, ModelSpec, resolve_model
+from planner.model_spec import PRESETS, ModelSpec, from_hugging_face, resolve_model
 from planner.operators import layer_operators
 from planner.parameters import model_parameters, stage_parameters
 from planner.plan import StagePlan
@@ -15,6 +16,8 @@ from planner.profile.analytic import model_flops_per_sample
     ("name", "billions"),
     [
         ("gpt3-350m", 0.35),
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.55),
         ("gpt3-1.3b", 1.3),
         ("gpt3-2.6b", 2.6),
         ("gpt3-6.7b", 6.7),
@@ -107,3 +110,86 @@ def test_a_stage_holds_the_parameters_of_its_regions() -> None:
     assert not any(name.startswith("layers.1.") for name in names[0])
     every = {p.name for p in model_parameters(model)}
     assert set(names[0]) | set(names[1]) == every
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 32,
+}
+GPT2_CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 100,
+    "n_positions": 32,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    ],
+    ids=["older files", "newer files"],
+)
+def test_rotary_scaling_is_read_from_both_forms(rope: dict[str, Any]) -> None:
+    model = from_hugging_face(LLAMA_CONFIG | rope, name="m")
+    assert model.rope_base == 5e5
+    assert model.rope_scaling is not None and model.rope_scaling.type == "llama3"
+    assert model.rope_scaling.original_sequence_length == 8192
+    assert hash(model) == hash(from_hugging_face(LLAMA_CONFIG | rope, name="m"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            LLAMA_CONFIG | {"rope_scaling": {"type": "yarn"}},
+            "rope type 'yarn' is not supported; use default,",
+        ),
+        (LLAMA_CONFIG | {"head_dim": 32}, "head_dim = 32 must be hidden_size / num_attention_heads = 64 / 4"),
+        (LLAMA_CONFIG | {"attention_bias": True}, "attention_bias = true is not supported; use false"),
+        (LLAMA_CONFIG | {"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; use "silu"'),
+        (GPT2_CONFIG | {"activation_function": "relu"}, 'activation_function = "relu" is not supported'),
+        (
+            GPT2_CONFIG | {"resid_pdrop": 0.1, "attn_pdrop": 0.0},
+            "resid_pdrop = 0.1, attn_pdrop = 0.0, but a model has one dropout; make them equal",
+        ),
+    ],
+)
+def test_configurations_that_no_model_can_say_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        from_hugging_face(config, name="m")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "llama", "hidden_size": 12, "heads": 4}, "are 3 wide, but rotary positions turn pairs"),
+        ({"family": "gpt3", "rope_scaling": {"type": "linear", "factor": 2}}, "is of family llama only"),
+        (
+            {"family": "llama", "rope_scaling": {"type": "llama3", "factor": 2, "high_turns": 1}},
+            "high_turns = 1.0 must be more than low_turns = 1.0; raise it",
+        ),
+    ],
+)
+def test_rotary_fields_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    shape = {"name": "m", "layers": 2, "hidden_size": 16, "heads": 4, "vocab_size": 9}
+    with pytest.raises(UserError) as refused:
+        resolve_model(shape | {"max_sequence_length": 8} | fields)
+    assert message in str(refused.value)

@@ -1,6 +1,7 @@
 """The replay of 1F1B against schedules worked out by hand, and against Eq. 1."""
 
 import itertools
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -35,6 +36,12 @@ class FixedLayers:
 
     def operator_seconds(self, *, operator: str, **case: Any) -> StepSeconds:
         return self._layer if operator == "mlp_up" else StepSeconds(0.0, 0.0)
+
+    def all_reduce_seconds(self, **case: Any) -> None:
+        return None
+
+    def least_all_reduce_rate(self) -> float:
+        return math.inf
 
     def streaming_seconds(self, *, device_type: str, moved_bytes: float) -> float:
         return 0.0

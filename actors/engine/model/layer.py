@@ -1,65 +1,21 @@
-"""One GPT-3 layer as a sequence of named operators (planner/operators.py).
-
-Profiler, cost model and recomputation speak of these operators, so the layer is written as a data flow:
-which operator reads and writes which values. An operator is a method of the same name.
-"""
+"""The layers of both families as sequences of named operators. An operator is a method of the same name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from actors.engine.model.tensor_parallel import ColumnLinear, RowLinear, shared
+from actors.engine.model.attention import attention_context, attention_scores
+from actors.engine.model.dropout import Draws, Dropout
+from actors.engine.model.flow import GPT3_FLOW, LLAMA_FLOW, Operator
+from actors.engine.model.norm import RmsNorm
+from actors.engine.model.recompute import Recording, storages
+from actors.engine.model.rotary import Rotation, rotated
+from actors.engine.model.tensor_parallel import ColumnLinear, RowLinear, own_part, shared
 from planner.model_spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class Operator:
-    """A named operator, the values it reads and those it writes.
-
-    `last_reads` are the inputs that no later operator reads: the layer lets go of them.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    last_reads: frozenset[str] = frozenset()
-
-
-_GPT3_FLOW = (
-    Operator("attention_norm", ("hidden",), ("normed",)),
-    Operator("qkv", ("normed",), ("query", "key", "value")),
-    Operator("scores", ("query", "key", "mask"), ("scores",)),
-    Operator("softmax", ("scores",), ("weights",)),
-    Operator("attention_dropout", ("weights",), ("weights",)),
-    Operator("context", ("weights", "value"), ("context",)),
-    Operator("attention_output", ("context",), ("update",)),
-    Operator("attention_residual", ("hidden", "update"), ("hidden",)),
-    Operator("mlp_norm", ("hidden",), ("normed",)),
-    Operator("mlp_up", ("normed",), ("inner",)),
-    Operator("activation", ("inner",), ("inner",)),
-    Operator("mlp_down", ("inner",), ("update",)),
-    Operator("mlp_residual", ("hidden", "update"), ("hidden",)),
-)
-
-
-def with_last_reads(flow: Sequence[Operator]) -> tuple[Operator, ...]:
-    """The same operators, each knowing which of its inputs it is the last to read."""
-    needed, found = {"hidden"}, []
-    for operator in reversed(flow):
-        needed -= set(operator.outputs)
-        last = frozenset(operator.inputs) - needed
-        found.append(Operator(operator.name, operator.inputs, operator.outputs, last))
-        needed |= set(operator.inputs)
-    return tuple(reversed(found))
-
-
-GPT3_FLOW = with_last_reads(_GPT3_FLOW)
 
 
 class Attention(nn.Module):
@@ -67,52 +23,72 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        hidden, kv_width = model.hidden_size, model.kv_heads * model.head_size
-        self.query = ColumnLinear(hidden, hidden)
-        self.key = ColumnLinear(hidden, kv_width)
-        self.value = ColumnLinear(hidden, kv_width)
-        self.output = RowLinear(hidden, hidden)
+        hidden, kv_width, bias = model.hidden_size, model.kv_heads * model.head_size, model.has_biases
+        self.query = ColumnLinear(hidden, hidden, bias=bias)
+        self.key = ColumnLinear(hidden, kv_width, bias=bias)
+        self.value = ColumnLinear(hidden, kv_width, bias=bias)
+        self.output = RowLinear(hidden, hidden, bias=bias)
 
 
 class Mlp(nn.Module):
-    """Weights of the feed-forward part."""
+    """Weights of the feed-forward part; LLaMA's has a gate beside the product up."""
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        self.up = ColumnLinear(model.hidden_size, model.ffn_hidden_size)
-        self.down = RowLinear(model.ffn_hidden_size, model.hidden_size)
+        hidden, width, bias = model.hidden_size, model.ffn_hidden_size, model.has_biases
+        if model.family == "llama":
+            self.gate = ColumnLinear(hidden, width, bias=bias)
+        self.up = ColumnLinear(hidden, width, bias=bias)
+        self.down = RowLinear(width, hidden, bias=bias)
 
 
 class Layer(nn.Module):
-    """hidden `[rows, sequence, hidden]` -> the same shape. Between `qkv` and `context`, tensors are
+    """hidden `[rows, sequence, hidden]` -> the same shape. From `qkv` to `context`, tensors are
     `[rows x heads of the TP rank, sequence, head size]`, or `[.., sequence, sequence]`."""
 
-    operators = GPT3_FLOW
+    operators: tuple[Operator, ...]
 
-    def __init__(self, model: ModelSpec, *, tp: int) -> None:
+    def __init__(
+        self, model: ModelSpec, *, index: int, tp: int, tp_rank: int, replayed: frozenset[str]
+    ) -> None:
         super().__init__()
+        self._replayed = replayed
+        self._parameter_storages: frozenset[int] | None = None
         self._heads = model.heads // tp
         self._head_size = model.head_size
-        self.attention_norm = nn.LayerNorm(model.hidden_size, eps=model.norm_epsilon)
+        self.attention_norm = norm(model)
         self.attention = Attention(model)
-        self.mlp_norm = nn.LayerNorm(model.hidden_size, eps=model.norm_epsilon)
+        self.mlp_norm = norm(model)
         self.mlp = Mlp(model)
+        # Heads of the TP ranks before this one.
+        self._first_head = tp_rank * self._heads
+        self._index, self._probability = index, model.dropout
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """`mask` is `causal_mask` of the sequence length."""
-        values = {"hidden": hidden, "mask": mask}
+    def forward(self, hidden: torch.Tensor, constants: dict[str, Any]) -> torch.Tensor:
+        """`constants` are the values that flow.CONSTANTS names."""
+        values = {"hidden": hidden} | constants
         del hidden
+        recording = self._recording()
         for operator in self.operators:
             inputs = [
                 values.pop(name) if name in operator.last_reads else values[name] for name in operator.inputs
             ]
-            result = getattr(self, operator.name)(*inputs)
+            run = getattr(self, operator.name)
+            result = recording.run(operator, run, inputs) if recording else run(*inputs)
             del inputs
             values.update(
                 zip(operator.outputs, result if isinstance(result, tuple) else (result,), strict=True)
             )
             del result
-        return values["hidden"]
+        output: torch.Tensor = values["hidden"]
+        return output
+
+    def _recording(self) -> Recording | None:
+        if not self._replayed or not torch.is_grad_enabled():
+            return None
+        if self._parameter_storages is None:
+            self._parameter_storages = storages(own_part(leaf.detach()) for leaf in self.parameters())
+        return Recording(self._replayed, self._parameter_storages)
 
     def qkv(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         whole = shared(normed, like=self.attention.query.weight)
@@ -123,26 +99,52 @@ class Layer(nn.Module):
         )
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        # Scale and mask ride on the product: no further pass over the largest tensor of the layer.
-        return torch.baddbmm(mask, query, key.transpose(1, 2), alpha=1 / math.sqrt(self._head_size))
+        return attention_scores(query, key, mask)
 
     def softmax(self, scores: torch.Tensor) -> torch.Tensor:
         # In fp32 whatever the model's precision: sums over a long sequence lose too much in 16 bits.
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
 
-    def attention_dropout(self, weights: torch.Tensor) -> torch.Tensor:
-        return weights
+    def attention_dropout(self, weights: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        rows, first_line = weights.shape[0] // self._heads, self._first_head * weights.shape[1]
+        return self._dropped("attention_dropout", weights, draws, rows=rows, first_line=first_line)
 
     def context(self, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(weights, value)
+        heads = attention_context(weights, value).unflatten(0, (-1, self._heads))
+        return heads.transpose(1, 2).flatten(2)
 
     def attention_output(self, context: torch.Tensor) -> torch.Tensor:
-        heads = context.unflatten(0, (-1, self._heads))
-        update: torch.Tensor = self.attention.output(heads.transpose(1, 2).flatten(2))
+        update: torch.Tensor = self.attention.output(context)
         return update
 
-    def attention_residual(self, hidden: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        return hidden + update
+    def attention_residual(
+        self, hidden: torch.Tensor, update: torch.Tensor, draws: Draws | None
+    ) -> torch.Tensor:
+        return hidden + self._dropped("attention_residual", update, draws, rows=update.shape[0])
+
+    def mlp_down(self, inner: torch.Tensor) -> torch.Tensor:
+        update: torch.Tensor = self.mlp.down(inner)
+        return update
+
+    def mlp_residual(self, hidden: torch.Tensor, update: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        return hidden + self._dropped("mlp_residual", update, draws, rows=update.shape[0])
+
+    def _dropped(
+        self, operator: str, values: torch.Tensor, draws: Draws | None, *, rows: int, first_line: int = 0
+    ) -> torch.Tensor:
+        if not self._probability or not self.training:
+            return values
+        return Dropout(self._probability, self._index, operator, first_line)(values, draws, rows=rows)
+
+    def _split_heads(self, merged: torch.Tensor) -> torch.Tensor:
+        heads = merged.unflatten(-1, (-1, self._head_size)).transpose(1, 2)
+        return heads.flatten(0, 1)
+
+
+class Gpt3Layer(Layer):
+    """LayerNorm, attention, GELU."""
+
+    operators = GPT3_FLOW
 
     def mlp_up(self, normed: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.mlp.up(shared(normed, like=self.mlp.up.weight))
@@ -151,16 +153,43 @@ class Layer(nn.Module):
     def activation(self, inner: torch.Tensor) -> torch.Tensor:
         return F.gelu(inner, approximate="tanh")
 
-    def mlp_down(self, inner: torch.Tensor) -> torch.Tensor:
-        update: torch.Tensor = self.mlp.down(inner)
-        return update
 
-    def mlp_residual(self, hidden: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        return hidden + update
+class LlamaLayer(Layer):
+    """RMSNorm, rotary and grouped-query attention, SwiGLU."""
 
-    def _split_heads(self, merged: torch.Tensor) -> torch.Tensor:
-        heads = merged.unflatten(-1, (-1, self._head_size)).transpose(1, 2)
-        return heads.flatten(0, 1)
+    operators = LLAMA_FLOW
+
+    def rotary(
+        self, query: torch.Tensor, key: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotated(query, rotation), rotated(key, rotation)
+
+    def mlp_gate_up(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = shared(normed, like=self.mlp.up.weight)
+        return self.mlp.gate(whole), self.mlp.up(whole)
+
+    def activation(self, gate: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * inner
+
+
+def make_layer(
+    model: ModelSpec, *, index: int, tp: int, tp_rank: int, replayed: frozenset[str] = frozenset()
+) -> Layer:
+    """A layer of the model's family.
+
+    Args:
+        index: counted from the model's first layer.
+        replayed: the operators that backward replays, as planner.cost.layer_flow says.
+    """
+    kind = Gpt3Layer if model.family == "gpt3" else LlamaLayer
+    return kind(model, index=index, tp=tp, tp_rank=tp_rank, replayed=replayed)
+
+
+def norm(model: ModelSpec) -> nn.Module:
+    """The norm of the model's family."""
+    if model.family == "gpt3":
+        return nn.LayerNorm(model.hidden_size, eps=model.norm_epsilon)
+    return RmsNorm(model.hidden_size, epsilon=model.norm_epsilon)
 
 
 def causal_mask(length: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

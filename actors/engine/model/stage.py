@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from actors.engine.model.layer import Layer, causal_mask
+from actors.engine.model.dropout import Draws, Dropout
+from actors.engine.model.layer import causal_mask, make_layer, norm
 from actors.engine.model.loss import cross_entropy_sum, vocabulary_parallel_cross_entropy_sum
+from actors.engine.model.rotary import rotation_table
 from actors.engine.model.tensor_parallel import TokenTable, first_row, parallelize
+from planner.cost.layer_flow import replayed_operators
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter, stage_parameters
-from planner.plan import StagePlan
+from planner.plan import Dtypes, Precision, StagePlan
+
+_PRECISIONS: dict[torch.dtype, Precision] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -41,28 +51,43 @@ class StageModel(nn.Module):
     """
 
     def __init__(
-        self, *, model: ModelSpec, stage: StagePlan, sequence_length: int, dtype: torch.dtype
+        self, *, model: ModelSpec, stage: StagePlan, sequence_length: int, dtype: torch.dtype, tp_rank: int
     ) -> None:
         super().__init__()
-        self._vocab_size = model.vocab_size
+        self._spec = model
         self._sequence_length = sequence_length
         self._dtype = dtype
-        self._mask: torch.Tensor | None = None
+        self._constants: dict[str, Any] = {}
         self.has_embedding, self.has_head = stage.embedding, stage.head
         rows = -(-model.vocab_size // stage.tp) * stage.tp
         tied_head = stage.head and model.tied_embedding
         if stage.embedding or tied_head:
             self.embedding = nn.ModuleDict({"tokens": TokenTable(rows, model.hidden_size)})
-        if stage.embedding:
+        if stage.embedding and model.family == "gpt3":
             self.embedding["positions"] = nn.Embedding(model.max_sequence_length, model.hidden_size)
-        self.layers = nn.ModuleDict({str(index): Layer(model, tp=stage.tp) for index in range(*stage.layers)})
+        self.layers = nn.ModuleDict(
+            {
+                str(index): make_layer(
+                    model,
+                    index=index,
+                    tp=stage.tp,
+                    tp_rank=tp_rank,
+                    replayed=_replayed(model, stage, index, dtype),
+                )
+                for index in range(*stage.layers)
+            }
+        )
         if stage.head:
-            self.final_norm = nn.LayerNorm(model.hidden_size, eps=model.norm_epsilon)
+            self.final_norm = norm(model)
         if stage.head and not model.tied_embedding:
             self.head = TokenTable(rows, model.hidden_size)
 
     def forward(
-        self, inputs: torch.Tensor, labels: torch.Tensor | None = None, loss_scale: float = 1.0
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+        draws: Draws | None = None,
     ) -> torch.Tensor:
         """One micro-batch's rows of this replica.
 
@@ -70,26 +95,45 @@ class StageModel(nn.Module):
             inputs: token ids int64 `[rows, sequence]` on the first stage, else `[rows, sequence, hidden]`.
             labels: next tokens int64 `[rows, sequence]`, -100 where not counted; the last stage's only.
             loss_scale: what the sum over counted tokens is multiplied with.
+            draws: what decides dropout; needed by a model that has some.
 
         Returns:
             hidden states `[rows, sequence, hidden]`, or on the last stage the scaled loss, an fp32 scalar.
         """
-        hidden = self.embed(inputs) if self.has_embedding else inputs
+        hidden = self.hidden(inputs, draws)
         del inputs
-        for layer in self.layers.values():
-            hidden = layer(hidden, self._causal_mask(hidden.device))
         if not self.has_head:
             return hidden
         assert labels is not None, "the last stage needs labels"
-        logits = self._head_table().project(self.final_norm(hidden))
+        logits = self.logits(hidden)
         del hidden
         return self.loss(logits, labels) * loss_scale
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token and position embeddings, summed."""
-        tokens, positions = self.embedding["tokens"], self.embedding["positions"]
-        assert isinstance(tokens, TokenTable) and isinstance(positions, nn.Embedding)
-        return tokens.lookup(ids) + positions.weight[: ids.shape[-1]]
+    def hidden(self, inputs: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
+        """What the stage's last layer makes of a micro-batch's inputs."""
+        hidden = self.embed(inputs, draws) if self.has_embedding else inputs
+        del inputs
+        if len(self.layers):
+            constants = self._layer_constants(hidden.device) | {"draws": draws}
+            for layer in self.layers.values():
+                hidden = layer(hidden, constants)
+        return hidden
+
+    def embed(self, ids: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
+        """The tokens' embeddings and, where the model learns them, those of their positions, summed."""
+        tokens = self.embedding["tokens"]
+        assert isinstance(tokens, TokenTable)
+        hidden = tokens.lookup(ids)
+        if "positions" in self.embedding:
+            positions = self.embedding["positions"]
+            assert isinstance(positions, nn.Embedding)
+            hidden = hidden + positions.weight[: ids.shape[-1]]
+        dropout = Dropout(self._spec.dropout if self.training else 0.0, layer=-1, operator="embedding")
+        return dropout(hidden, draws, rows=ids.shape[0])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the rank's vocabulary shard: `[rows, sequence, hidden]` -> `[.., rows of the table]`."""
+        return self._head_table().project(self.final_norm(hidden))
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of the counted tokens' cross-entropies; logits are those of the rank's vocabulary shard."""
@@ -100,7 +144,7 @@ class StageModel(nn.Module):
             logits,
             labels,
             first=first_row(weight),
-            vocab_size=self._vocab_size,
+            vocab_size=self._spec.vocab_size,
             group=weight.device_mesh.get_group(),
         )
 
@@ -109,10 +153,14 @@ class StageModel(nn.Module):
         assert isinstance(table, TokenTable)
         return table
 
-    def _causal_mask(self, device: torch.device) -> torch.Tensor:
-        if self._mask is None:
-            self._mask = causal_mask(self._sequence_length, dtype=self._dtype, device=device)
-        return self._mask
+    def _layer_constants(self, device: torch.device) -> dict[str, Any]:
+        """What all layers and micro-batches share, made once."""
+        if not self._constants:
+            length = self._sequence_length
+            self._constants["mask"] = causal_mask(length, dtype=self._dtype, device=device)
+            if self._spec.family == "llama":
+                self._constants["rotation"] = rotation_table(self._spec, length, device=device)
+        return self._constants
 
 
 def build_stage(
@@ -127,7 +175,9 @@ def build_stage(
 ) -> tuple[StageModel, list[ParameterHandle]]:
     """A rank's part of the model, its values still unset, and handles in `stage_parameters` order."""
     with torch.device("meta"):
-        module = StageModel(model=model, stage=stage, sequence_length=sequence_length, dtype=dtype).to(dtype)
+        module = StageModel(
+            model=model, stage=stage, sequence_length=sequence_length, dtype=dtype, tp_rank=tp_rank
+        ).to(dtype)
     if mesh is not None:
         parallelize(module, mesh)
     module.to_empty(device=device)
@@ -142,6 +192,13 @@ def build_stage(
         expected = handle.spec.padded_shard_shape(tp=stage.tp)
         assert handle.local.shape == expected, f"{handle.spec.name}: {handle.local.shape} != {expected}"
     return module, handles
+
+
+def _replayed(model: ModelSpec, stage: StagePlan, layer: int, dtype: torch.dtype) -> frozenset[str]:
+    """The operators that backward replays in a layer: those of the plan whose results some backward reads."""
+    place = layer - stage.layers[0]
+    chosen = frozenset(name for name, count in stage.recompute.items() if place < count)
+    return frozenset(replayed_operators(model, Dtypes(param=_PRECISIONS[dtype]), chosen))
 
 
 def _local(leaf: nn.Parameter) -> torch.Tensor:

@@ -31,6 +31,8 @@ class Cut(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in self._names:
+            if getattr(module, name) is None:  # a layer without a bias
+                continue
             # No values are sent: the module is on the meta device until its own are filled in.
             cut = distribute_tensor(
                 module.get_parameter(name), device_mesh, [self._placement], src_data_rank=None
@@ -47,6 +49,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "attention.key": _COLUMNS,
     "attention.value": _COLUMNS,
     "attention.output": partial(Cut, 1, "weight"),
+    "mlp.gate": _COLUMNS,
     "mlp.up": _COLUMNS,
     "mlp.down": partial(Cut, 1, "weight"),
     "embedding.tokens": partial(Cut, 0, "weight"),
@@ -69,7 +72,8 @@ class ColumnLinear(nn.Linear):
     """A linear layer whose output features are cut over TP; the input comes from `shared`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, own_part(self.weight), own_part(self.bias))
+        bias = self.bias
+        return F.linear(input, own_part(self.weight), bias if bias is None else own_part(bias))
 
 
 class RowLinear(nn.Linear):
@@ -81,7 +85,8 @@ class RowLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, DTensor):
             return super().forward(input)
-        return summed(F.linear(input, own_part(self.weight)), like=self.weight) + self.bias
+        whole = summed(F.linear(input, own_part(self.weight)), like=self.weight)
+        return whole if self.bias is None else whole + self.bias
 
 
 class TokenTable(nn.Module):

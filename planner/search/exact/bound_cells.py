@@ -9,14 +9,24 @@ to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.search.exact.envelope import undominated
 from planner.search.exact.priced_chains import join
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable
+
+# Cells as wide as this share of the time are not cut any more.
+FINE = 3e-3
+# Times that the lowest cells are cut; far more than it takes.
+ROUNDS = 60
+# Prices of pipelines of few micro-batches are raised by these.
+_SCALES = (1.0,)
+_STAGE_GROUPS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 28, 37, 49, 65, 86)
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,101 @@ class Cells:
         return found
 
 
+@dataclass
+class Group:
+    """Cells of one table and an inclusive range of stages, with g (`values`) by cell and number of stages.
+
+    `cost` is the price of each choice of the table, `least_cost` that of the cheapest pipeline.
+
+    Pipelines of n micro-batches at most pay for no more than m n samples. With a price x of a pipeline's devices,
+    t >= W + W' + P (x / m - 1) + u P (x / m - n) for any u >= 0, so g at prices 1 + u times as high, less u m n,
+    stands for g where a pipeline has to pay for itself: `paying`, by cell, at the u that bounds best.
+    """
+
+    table: StageTable
+    cost: FloatArray
+    stages: tuple[int, int]
+    cells: Cells
+    values: FloatArray
+    most_micro_batches: float
+    least_cost: float
+
+    def __post_init__(self) -> None:
+        self.most_after = float(self.table.after.max())
+        self._scale = 0.0
+        self.paying = self.values.min(axis=1)
+        if np.isfinite(self.most_micro_batches):
+            for scale in _SCALES:
+                paying = np.maximum(self._paying(self.cells, scale), self.values.min(axis=1))
+                if _least(self.cells, paying) > _least(self.cells, self.paying):
+                    self._scale, self.paying = scale, paying
+
+    def _paying(self, cells: Cells, scale: float) -> FloatArray:
+        values = least_values(self.table, self.cost * (1 + scale), cells, stages=self.stages)
+        found: FloatArray = values.min(axis=1) - (
+            scale * self.table.micro_batch_size * self.most_micro_batches
+        )
+        return found
+
+    def seconds(self, each: float) -> FloatArray:
+        """t by cell; no pipeline ends anything before its first micro-batch has gone through."""
+        size = self.table.micro_batch_size
+        paid = self.cells.low * ((self.paying + each) / size - 1)
+        found: FloatArray = np.maximum(paid, self.cells.low + self.cells.after_low)
+        return found
+
+    def excesses(self, seconds: float, each: float) -> FloatArray:
+        """Most samples that a pipeline ends within `seconds` beyond its cost, by cell and number of stages."""
+        rounds = seconds / self.cells.low[:, None] + 1
+        found: FloatArray = self.table.micro_batch_size * rounds - self.values - each
+        return found
+
+    def gains(self, seconds: float, each: float) -> FloatArray:
+        """Largest share of its cost that a pipeline ends beyond it within `seconds`, by cell; 0 if none does."""
+        fewest, most = self.stages
+        rate = (self.table.micro_batch_size / self.cells.low)[:, None]
+        longest = np.arange(fewest, most + 1) * self.cells.high[:, None]
+        after = np.minimum(self.cells.after_high, self.most_after)[:, None]
+        # What of g is not fill is the price of devices.
+        least_cost = np.maximum(self.values + each - (longest + after) * rate, self.least_cost)
+        excess = np.maximum(self.excesses(seconds, each), 0.0)
+        with np.errstate(invalid="ignore"):
+            share = np.where(np.isfinite(least_cost), excess / least_cost, 0.0)
+        found: FloatArray = share.max(axis=1)
+        return found
+
+    def reaches(self, seconds: float, each: float, loss: float) -> npt.NDArray[np.bool_]:
+        """Cells with pipelines that lose at most so many samples against their cost."""
+        found: npt.NDArray[np.bool_] = np.any(self.excesses(seconds, each) >= -loss, axis=1)
+        return found
+
+    def wide(self, seconds: float) -> npt.NDArray[np.bool_]:
+        """Cells whose widths leave more of `seconds` open than matters."""
+        open_seconds = self.cells.open_seconds(seconds, most_after=self.most_after)
+        wide: npt.NDArray[np.bool_] = np.greater(open_seconds, FINE * seconds)
+        return wide
+
+    def cut(self, which: npt.NDArray[np.bool_], seconds: float) -> None:
+        """Halve some cells."""
+        whole = self.cells.chosen(which)
+        halves = whole.halves(seconds, most_after=self.most_after)
+        # Fill + P / m x price, that is P g / m, only grows with the pace P, so what bounds a cell bounds its
+        # halves.
+        known = np.tile(self.values[which] * whole.low[:, None], (2, 1)) / halves.low[:, None]
+        values = np.maximum(least_values(self.table, self.cost, halves, stages=self.stages), known)
+        # The same holds for what has to pay for itself.
+        paying = np.maximum(np.tile(self.paying[which] * whole.low, 2) / halves.low, values.min(axis=1))
+        if self._scale:
+            paying = np.maximum(paying, self._paying(halves, self._scale))
+        self.paying = np.concatenate([self.paying[~which], paying])
+        self.values = np.concatenate([self.values[~which], values])
+        self.cells = self.cells.chosen(~which).joined(halves)
+
+
+def _least(cells: Cells, values: FloatArray) -> float:
+    return float((cells.low * values).min(initial=np.inf))
+
+
 def least_values(table: StageTable, cost: FloatArray, cells: Cells, *, stages: tuple[int, int]) -> FloatArray:
     """g by cell and number of stages in the inclusive range: the least sum of m T / P + the price of the
     devices, and what comes after at that rate. `cost` is the price of each choice."""
@@ -92,36 +197,33 @@ class _Weights:
     """What a stage of a cell costs, by layers, the best choice taken: [cell, layers]."""
 
     def __init__(self, table: StageTable, cost: FloatArray, cells: Cells) -> None:
-        useful = np.flatnonzero(np.isfinite(cost) & (table.most >= 0).any(axis=(0, 2)))
-        self._most = table.most[:, useful]
-        self._cells = cells
-        self._layers = np.arange(table.layers + 1)
-        rate = (table.micro_batch_size / cells.low)[None, :, None]
-        self._base: list[FloatArray] = []
-        self._after: list[tuple[FloatArray, FloatArray]] = []
-        for role in Role:
-            seconds = table.seconds[role, useful][:, None, :]
-            weights = np.where(
-                seconds <= cells.high[None, :, None], seconds * rate + cost[useful][:, None, None], np.inf
-            )
-            if role is Role.MIDDLE:
-                weights[..., 0] = np.inf
-            self._base.append(weights)
-            after = table.after[role, useful]
-            slope = after[:, 1] - after[:, 0] if table.layers else np.zeros(len(useful))
-            self._after.append((after[:, 0], slope))
+        self._table, self._cost, self._cells = table, cost, cells
+        self._rate = table.micro_batch_size / cells.low
+        within = (table.least <= cells.high.max(initial=0.0)).any(axis=(0, 1))
+        self._upto = int(np.flatnonzero(within).max(initial=0)) + 1
+        order = np.argsort(cost, kind="stable")
+        self._order = order[np.isfinite(cost[order])]
 
     def of(self, role: Role, position: int, ahead: int) -> FloatArray:
         """`ahead` is the most stages that may stand before this one."""
+        table, order, upto = self._table, self._order, self._upto
+        seconds = table.seconds_at(role, position)[order, :upto]
         limit = self._cells.after_high + ahead * self._cells.high
-        none, slope = self._after[role]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            layers = (limit[None, :] - none[:, None]) / slope[:, None] * (1 + 1e-9)
-        # A slope of zero leaves infinity or, at the limit, nothing known: then all layers are allowed.
-        layers = np.where(np.isnan(layers), np.inf, layers)
-        room = np.minimum(layers, self._most[role, :, position][:, None])
-        base = self._base[role]
-        found: FloatArray = np.where(self._layers <= room[:, :, None], base, np.inf).min(
-            axis=0, initial=np.inf
-        )
+        after = table.after[role, order, :upto] * (1 - 1e-9)
+        limited = float(after.max(initial=0.0)) > float(limit.min(initial=np.inf))
+        ranked = undominated(seconds, after if limited else None)
+        seconds = np.take_along_axis(seconds, ranked, axis=0)[:, None]
+        weights = seconds * self._rate[:, None] + self._cost[order[ranked]][:, None]
+        weights[seconds > self._cells.high[:, None]] = np.inf
+        if limited:
+            weights[np.take_along_axis(after, ranked, axis=0)[:, None] > limit[:, None]] = np.inf
+        found = np.full((len(self._cells), table.layers + 1), np.inf)
+        weights.min(axis=0, initial=np.inf, out=found[:, :upto])
         return found
+
+
+def stage_groups(most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of numbers of stages that are bounded together."""
+    for fewest, beyond in zip(_STAGE_GROUPS, (*_STAGE_GROUPS[1:], 10**9), strict=True):
+        if fewest <= most:
+            yield fewest, min(beyond - 1, most)

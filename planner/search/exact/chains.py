@@ -57,13 +57,15 @@ def make_chain(table: StageTable, stages: Sequence[tuple[int, int]]) -> Chain:
     """The chain of (choice, layers) of a table, first stage first."""
     found, counts = [], [0] * len(table.counts[0])
     for index, (choice, layers) in enumerate(stages):
-        role = role_of(position=len(stages) - index, stages=len(stages))
+        position = len(stages) - index
+        role = role_of(position=position, stages=len(stages))
+        replay = table.replay_at(role, position)[choice, layers]
         found.append(
             ChainStage(
                 table.choices[choice],
                 layers,
                 float(table.forward[role, choice, layers]),
-                float(table.backward[role, choice, layers] + table.receive[role, choice]),
+                float(table.backward[role, choice, layers] + table.receive[role, choice] + replay),
                 float(table.after[role, choice, layers]),
             )
         )

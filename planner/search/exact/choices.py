@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.cost.stages import StageCost
 from planner.search.exact.pool import Pool, Vector
 
@@ -12,6 +14,8 @@ from planner.search.exact.pool import Pool, Vector
 # that waste least are kept, so many for each TP degree and pair of kinds.
 _MOST_MIXED = 6
 _MIXED_WASTE = 1.25
+# Up to so many devices more of them are kept, however they waste.
+_FEW_DEVICES, _MANY_MIXED = 6, 24
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def stage_choices(
 
 def _mixed_choices(cost: StageCost, pool: Pool, micro_batch_size: int) -> Iterator[StageChoice]:
     kinds = range(len(pool.kinds))
+    few = pool.devices <= _FEW_DEVICES
     pairs = [(a, b) for a in kinds for b in kinds if a < b and pool.kinds[a].type != pool.kinds[b].type]
     for a, b in pairs:
         for tp in sorted(set(pool.kinds[a].degrees) & set(pool.kinds[b].degrees)):
@@ -59,9 +64,10 @@ def _mixed_choices(cost: StageCost, pool: Pool, micro_batch_size: int) -> Iterat
                 choice = _filled(micro_batch_size, tp, (a, b), rows)
                 fits = all(n <= c for n, c in zip(choice.counts(len(kinds)), pool.counts, strict=True))
                 times = seconds[0][rows[0]], seconds[1][rows[1]]
-                if fits and max(times) < min(times) * _MIXED_WASTE:
+                if fits and max(times) < np.inf and (few or max(times) < min(times) * _MIXED_WASTE):
                     found.append((max(times) / min(times), choice))
-            yield from (choice for _, choice in sorted(found, key=lambda one: one[0])[:_MOST_MIXED])
+            ranked = sorted(found, key=lambda one: one[0])
+            yield from (choice for _, choice in ranked[: _MANY_MIXED if few else _MOST_MIXED])
 
 
 def _row_pairs(size: int) -> Iterator[tuple[int, int, int, int]]:
@@ -87,9 +93,9 @@ def _filled(size: int, tp: int, kinds: tuple[int, int], rows: tuple[int, int, in
 def _layer_seconds(cost: StageCost, pool: Pool, kind: int, tp: int, size: int) -> list[float]:
     """Seconds of one layer by rows, infinite where the profile has none."""
     type_ = pool.kinds[kind].type
-    return [float("inf")] + [
+    return [np.inf] + [
         cost.replica_step(device_type=type_, tp=tp, rows=rows, layers=1).total
         if cost.covers(device_type=type_, tp=tp, rows=rows)
-        else float("inf")
+        else np.inf
         for rows in range(1, size + 1)
     ]

@@ -61,34 +61,36 @@ def least_periods(table: StageTable, box: Box, *, periods: FloatArray, max_stage
     `len(periods)` where none does.
     """
     steps = box.steps(table)
-    caps = _layers_within(table, periods)
     index = np.full((max_stages, *box.shape), len(periods), dtype=np.int64)
     held: Layers | None = None
     for position in range(1, max_stages + 1):
         closing = Role.SINGLE if position == 1 else Role.FIRST
-        covered = _extend(steps, caps, table, closing, position, held, box) >= table.layers
+        covered = _extend(steps, periods, table, closing, position, held, box) >= table.layers
         index[position - 1] = np.where(covered.any(axis=-1), covered.argmax(axis=-1), len(periods))
         if position == max_stages:
             break
         behind = Role.LAST if position == 1 else Role.MIDDLE
-        held = _extend(steps, caps, table, behind, position, held, box)
+        held = _extend(steps, periods, table, behind, position, held, box)
         if not (held >= 0).any():
             break
     return index
 
 
-def _layers_within(table: StageTable, periods: FloatArray) -> Layers:
-    """Most layers whose seconds stay within each period, memory left out: [role, choice, period]; -1 for
-    none."""
-    fits = (table.seconds[..., None] <= periods).sum(axis=2) - 1
-    caps: Layers = fits.astype(np.int16)
+def _layers_within(table: StageTable, role: Role, position: int, periods: FloatArray) -> Layers:
+    """Most layers that fit and whose seconds stay within each period: [choice, period]; negative for none."""
     assert table.layers < -_NONE, f"a model of {table.layers} layers"
+    fewest = 1 if role is Role.MIDDLE else 0
+    seconds = table.seconds_at(role, position)
+    # More layers never take less time, so that all below the most count.
+    rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    found = (rising[..., None] <= periods).sum(axis=1) - 1
+    caps: Layers = np.where(found < fewest, _NONE, found).astype(np.int16)
     return caps
 
 
 def _extend(
     steps: dict[Vector, list[int]],
-    caps: Layers,
+    periods: FloatArray,
     table: StageTable,
     role: Role,
     position: int,
@@ -96,14 +98,12 @@ def _extend(
     box: Box,
 ) -> Layers:
     """Put one more stage before `held` (None: nothing yet) in every way: [*c, period]."""
-    result: Layers = np.full((*box.shape, caps.shape[-1]), _NONE, dtype=np.int16)
-    least = 1 if role is Role.MIDDLE else 0
+    result: Layers = np.full((*box.shape, len(periods)), _NONE, dtype=np.int16)
+    caps = _layers_within(table, role, position, periods)
     for counts, choices in steps.items():
-        room = table.most[role, choices, position].astype(np.int16)[:, None]
-        layers = np.minimum(caps[role, choices], room).max(axis=0)
-        if (layers < least).all():
+        layers = caps[choices].max(axis=0)
+        if (layers < 0).all():
             continue
-        layers = np.where(layers < least, _NONE, layers).astype(np.int16)
         if held is None:
             result[counts] = np.maximum(result[counts], layers)
             continue
@@ -118,11 +118,11 @@ def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) ->
     `box.size` with no stage above `period`; None if they do not hold the model. They may hold more than it
     has."""
     periods = np.array([period])
-    steps, caps = box.steps(table), _layers_within(table, periods)
+    steps = box.steps(table)
     held: list[Layers] = []
     for position in range(1, stages + 1):
         role = role_of(position=position, stages=stages)
-        held.append(_extend(steps, caps, table, role, position, held[-1] if held else None, box))
+        held.append(_extend(steps, periods, table, role, position, held[-1] if held else None, box))
     goal = tuple(size - 1 for size in box.shape)
     if int(held[-1][(*goal, 0)]) < table.layers:
         return None
@@ -131,7 +131,9 @@ def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) ->
         role = role_of(position=position, stages=stages)
         behind = held[position - 2] if position > 1 else None
         target = int(held[position - 1][(*goal, 0)])
-        choice, layers, goal = _last_step(steps, caps, table, role, position, behind, goal, target)
+        choice, layers, goal = _last_step(
+            steps, _layers_within(table, role, position, periods)[:, 0], position, behind, goal, target
+        )
         found.append((choice, layers))
     return found
 
@@ -139,8 +141,6 @@ def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) ->
 def _last_step(
     steps: dict[Vector, list[int]],
     caps: Layers,
-    table: StageTable,
-    role: Role,
     position: int,
     behind: Layers | None,
     goal: Vector,
@@ -153,7 +153,7 @@ def _last_step(
             continue
         rest = 0 if behind is None else int(behind[(*left, 0)])
         for choice in choices:
-            layers = min(int(caps[role, choice, 0]), int(table.most[role, choice, position]))
-            if layers >= (1 if role is Role.MIDDLE else 0) and rest >= 0 and rest + layers == target:
+            layers = int(caps[choice])
+            if layers >= 0 and rest >= 0 and rest + layers == target:
                 return choice, layers, left
     raise AssertionError("the layers and their trace disagree")

@@ -29,6 +29,8 @@ _PERIOD_RATIO = 1.01
 _MOST_PERIODS = 48
 _ITEMS = 250
 _MAKING_ROUNDS = 20
+# Count vectors of a single pipeline that are tried beside the best.
+_ALONE = 4
 _CLOSE = 1.001
 # Stages' seconds add up to a little less than as many periods.
 _FULL = 0.9
@@ -45,6 +47,8 @@ class Shape:
     stages: int
     period: FloatArray
     fill: FloatArray
+    ratio: float
+    """Between neighbours of the grid that the periods are from."""
 
     def samples_within(self, seconds: float) -> FloatArray:
         with np.errstate(invalid="ignore"):
@@ -62,6 +66,8 @@ class Columns:
     shapes: list[Shape]
     settlers: Mapping[int, Settler]
     made: dict[int, list[Chain]] = field(default_factory=dict)
+    shapes_made: int = 2
+    """Shapes of a column whose chains are worked out, the most promising."""
 
     def values(self, seconds: float) -> IntArray:
         """Samples that each column's best chain ends within `seconds`: made ones exactly, others by guess."""
@@ -79,14 +85,14 @@ class Columns:
             self.made[cell], key=lambda chain: (chain.pace.samples_within(seconds), -chain.pace.fill_seconds)
         )
 
-    def make(self, cell: int, seconds: float, *, shapes: int = 2) -> None:
+    def make(self, cell: int, seconds: float) -> None:
         """Work out the real chains of a column's most promising shapes."""
         order = sorted(
             (-float(shape.samples_within(seconds)[cell]), index) for index, shape in enumerate(self.shapes)
         )
         chains: list[Chain] = []
         vector = tuple(int(n) for n in self.vectors[cell])
-        for shape in [self.shapes[index] for worth, index in order if worth < 0][:shapes]:
+        for shape in [self.shapes[index] for worth, index in order if worth < 0][: self.shapes_made]:
             settler = self.settlers[shape.table.micro_batch_size]
             for chain in _chains_of(shape, Box(vector, self.box.unit), float(shape.period[cell])):
                 micro_batches = chain.pace.micro_batches(chain.pace.samples_within(seconds))
@@ -95,9 +101,14 @@ class Columns:
 
 
 def make_columns(
-    intervals: Sequence[Intervals], prices: DevicePrices, box: Box, settlers: Mapping[int, Settler]
+    intervals: Sequence[Intervals],
+    prices: DevicePrices,
+    box: Box,
+    settlers: Mapping[int, Settler],
+    *,
+    every: bool,
 ) -> Columns:
-    """Columns for the shapes that are promising at these prices."""
+    """Columns for the shapes that are promising at these prices; for `every` shape if asked."""
     vectors = box.vectors()
     worth = vectors @ prices.per_device
     shapes: list[Shape] = []
@@ -106,7 +117,8 @@ def make_columns(
         priced = PricedChains(
             held.table, prices.per_device, paces=periods, limits=periods, each=prices.per_pipeline
         )
-        good = np.flatnonzero(priced.seconds.min(axis=0) < prices.seconds * _SHAPE_SLACK)
+        limit = np.inf if every else prices.seconds * _SHAPE_SLACK
+        good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
         if good.size == 0:
             continue
         most = int(good.max()) + 1
@@ -135,7 +147,9 @@ def _shape(
     with np.errstate(invalid="ignore"):
         # No chain of these devices has less fill: its value is at least the least of all chains.
         fill = np.where(np.isfinite(least), (least - worth) * period / table.micro_batch_size, 0.0)
-        return Shape(table, stages, period, np.fmax(fill, _FULL * stages * period))
+        fill = np.fmax(fill, _FULL * stages * period)
+    ratio = float(periods[1] / periods[0]) if len(periods) > 1 else _PERIOD_RATIO
+    return Shape(table, stages, period, fill, max(ratio, _PERIOD_RATIO))
 
 
 def _chains_of(shape: Shape, box: Box, period: float) -> list[Chain]:
@@ -157,7 +171,10 @@ def _trimmed(table: StageTable, specs: list[tuple[int, int]]) -> list[tuple[int,
     stages = len(specs)
     roles = [role_of(position=stages - index, stages=stages) for index in range(stages)]
     layers = [count for _, count in specs]
-    seconds = [table.seconds[role, choice] for role, (choice, _) in zip(roles, specs, strict=True)]
+    seconds = [
+        table.seconds_at(role, stages - index)[choice]
+        for index, (role, (choice, _)) in enumerate(zip(roles, specs, strict=True))
+    ]
     heap = [
         (-float(line[count]), index) for index, (line, count) in enumerate(zip(seconds, layers, strict=True))
     ]
@@ -173,9 +190,10 @@ def _trimmed(table: StageTable, specs: list[tuple[int, int]]) -> list[tuple[int,
 
 def _exact_period(shape: Shape, box: Box, period: float) -> float:
     """The least period, among the seconds of the table's stages a little below the grid's."""
-    seconds = shape.table.seconds
-    below = period / _PERIOD_RATIO**2
-    candidates = np.unique(seconds[(seconds > below) & (seconds <= period)])[-_MOST_PERIODS:] * (1 + 1e-12)
+    seconds = shape.table.seconds_between(period / shape.ratio**2, period, stages=shape.stages)
+    if seconds.size > _MOST_PERIODS:
+        seconds = seconds[np.linspace(0, seconds.size - 1, _MOST_PERIODS).astype(int)]
+    candidates = seconds * (1 + 1e-12)
     if candidates.size == 0:
         return period
     index = least_periods(shape.table, box, periods=candidates, max_stages=shape.stages)
@@ -204,11 +222,23 @@ class Combiner:
             if pipelines != len(best[1]) and (one := self._least(pipelines)) is not None:
                 found.append(one)
                 yield self._chains(*one)
+        if self.budget.pipelines == 1:
+            yield from self._alone(best[0])
         if others:
             found.sort(key=lambda one: one[0])
             for cell in dict.fromkeys(cell for _, cells in found[:2] for cell in cells):
                 if (one := self._least(self.budget.pipelines, without=cell)) is not None:
                     yield self._chains(*one)
+
+    def _alone(self, seconds: float) -> Iterator[list[Chain]]:
+        """Single pipelines of the count vectors that promise most."""
+        order = np.argsort(-self.columns.values(seconds), kind="stable")[:_ALONE]
+        # The last one has all devices.
+        cells = list(dict.fromkeys([*map(int, order), len(self.columns.vectors) - 1]))
+        self._make(cells, seconds)
+        for cell in cells:
+            if self.columns.made[cell]:
+                yield [self.columns.best(cell, seconds)]
 
     def _chains(self, seconds: float, cells: Sequence[int]) -> list[Chain]:
         return [self.columns.best(cell, seconds) for cell in cells]

@@ -59,7 +59,8 @@ class Cover:
                     yield taken
                 return
             rows, first = self.rows[kind], int(kind == self.kind)
-            most = min(counts[kind] // self.tp, -(-left // rows) + first) if rows and left > 0 else first
+            # One of another kind is there even where the slowest kind alone would do.
+            most = min(counts[kind] // self.tp, max(1, -(-left // rows) + first)) if rows else 0
             for replicas in range(first, max(first, most) + 1):
                 done = self.own + (replicas - 1) * rows if first else replicas * rows
                 yield from extend(kind + 1, left - done, (*taken, replicas * self.tp))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.search.exact.chains import Chain
+from planner.search.exact.choices import StageChoice
 from planner.search.exact.pool import Pool
 
 # `inside`: a pipeline's stages next to each other, so that activations stay in nodes.
@@ -31,15 +32,20 @@ class _Seat:
 
 
 def place(pool: Pool, chains: Sequence[Chain], *, order: Order) -> Placed | None:
-    """Devices of every stage of every chain, row-major [dp][tp]; None if the nodes cannot be cut that way.
+    """Devices of every stage of every chain, as `place_stages` has them."""
+    return place_stages(pool, [[stage.choice for stage in chain.stages] for chain in chains], order=order)
+
+
+def place_stages(pool: Pool, pipelines: Sequence[Sequence[StageChoice]], *, order: Order) -> Placed | None:
+    """Devices of every stage of every pipeline, row-major [dp][tp]; None if the nodes cannot be cut that way.
 
     Wider TP groups choose first, and each takes a node that it fills as well as any; among equals, the node
     that its neighbours in the order took last.
     """
     seats = [
-        _Seat(index, number, stage.choice.tp, stage.choice.kinds)
-        for index, chain in enumerate(chains)
-        for number, stage in enumerate(chain.stages)
+        _Seat(index, number, stage.tp, stage.kinds)
+        for index, stages in enumerate(pipelines)
+        for number, stage in enumerate(stages)
     ]
     if order == "aligned":
         seats.sort(key=lambda seat: (seat.stage, seat.pipeline))
@@ -51,9 +57,7 @@ def place(pool: Pool, chains: Sequence[Chain], *, order: Order) -> Placed | None
         if devices is None:
             return None
         taken[seat.pipeline, seat.stage] = devices
-    return [
-        [taken[index, number] for number in range(len(chain.stages))] for index, chain in enumerate(chains)
-    ]
+    return [[taken[index, number] for number in range(len(stages))] for index, stages in enumerate(pipelines)]
 
 
 def _seated(

@@ -9,19 +9,21 @@ a price of its own (`each`), where their number is limited.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
+from planner.search.exact.envelope import undominated
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
+
+_CHUNK = 64
 
 
 class PricedChains:
     """The least g of every number of stages, for cells i: no stage above `limits[i]`, priced at `paces[i]`.
 
-    `values[i, S - 1]` is infinite where no S stages hold the model, or where S stages cannot beat fewer.
+    `values[i, S - 1]` is infinite where no S stages hold the model. From `known` stages on, more can only
+    cost more than fewer: there it is a lower bound, no less than the least value.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class PricedChains:
         self.each = each
         self._weights = _Weights(table, prices, paces, limits)
         self.values = np.full((len(paces), table.max_stages), np.inf)
+        self.known = table.max_stages
         self._held: list[FloatArray] = []
         self._run()
 
@@ -59,6 +62,8 @@ class PricedChains:
             self.values[:, position - 1] = (held[:, ::-1] + first).min(axis=1)
             # What more stages cost only grows, so once every state costs more than a whole chain, stop.
             if (held.min(axis=1) >= self.values.min(axis=1)).all():
+                self.known = position
+                self.values[:, position:] = held.min(axis=1)[:, None]
                 break
             if position < self.table.max_stages:
                 held = join(held, self._weights.of(Role.MIDDLE, position))
@@ -79,6 +84,26 @@ class PricedChains:
         return make_chain(self.table, found)
 
 
+def least_seconds(
+    table: StageTable, cost: FloatArray, *, paces: FloatArray, limits: FloatArray, each: float
+) -> FloatArray:
+    """A bound of `PricedChains.seconds` by cell that takes no program: every layer on the stage that does a
+    layer cheapest. `cost` is the price of each choice of the table."""
+    rate = table.micro_batch_size / paces
+    layers = np.arange(1, table.layers + 1)
+    best = np.full(len(paces), np.inf)
+    for role in Role:
+        seconds = table.least[role, :, 1:]
+        each_layer, price = seconds / layers, cost[:, None] / layers
+        for start in range(0, len(paces), _CHUNK):
+            cells = slice(start, start + _CHUNK)
+            sums = each_layer[:, None] * rate[cells, None] + price[:, None]
+            sums[seconds[:, None] > limits[cells, None]] = np.inf
+            best[cells] = np.minimum(best[cells], sums.min(axis=(0, 2), initial=np.inf))
+    found: FloatArray = paces * ((best * table.layers + each) / table.micro_batch_size - 1)
+    return found
+
+
 def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
     """Min-plus convolution over the last axis, row by row."""
     result = np.full_like(behind, np.inf)
@@ -89,52 +114,46 @@ def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
     return result
 
 
-@dataclass
 class _Weights:
     """What a stage of a cell costs, by layers, the best choice taken."""
 
-    table: StageTable
-    prices: FloatArray
-    paces: FloatArray
-    limits: FloatArray
-
-    def __post_init__(self) -> None:
-        self._cost = self.table.cost(self.prices)
-        self._seconds = self.table.seconds
-        self._by_role: dict[Role, FloatArray] = {}
-        self._known: dict[tuple[Role, bytes], FloatArray] = {}
+    def __init__(self, table: StageTable, prices: FloatArray, paces: FloatArray, limits: FloatArray) -> None:
+        self._table = table
+        self._cost = table.cost(prices)
+        self._rate = table.micro_batch_size / paces
+        self._limits = limits
+        # No cell has room for more layers than this.
+        within = (table.least <= limits.max(initial=0.0)).any(axis=(0, 1))
+        self.most = int(np.flatnonzero(within).max(initial=0))
+        # By price, without those that cost without end.
+        order = np.argsort(self._cost, kind="stable")
+        self._order = order[np.isfinite(self._cost[order])]
+        self._known: dict[tuple[Role, int], FloatArray] = {}
 
     def of(self, role: Role, position: int) -> FloatArray:
         """[cell, layers]; infinite where no choice fits in memory and within the limit."""
-        most = self.table.most[role, :, position]
-        key = (role, most.tobytes())
+        key = (role, min(position, self._table.in_flight))
         if key not in self._known:
-            self._known[key] = self._least(role, most)
+            found = np.full((len(self._rate), self._table.layers + 1), np.inf)
+            weights, _ = self._choices(role, position, slice(None))
+            weights.min(axis=0, initial=np.inf, out=found[:, : self.most + 1])
+            self._known[key] = found
         return self._known[key]
 
     def choice(self, role: Role, position: int, cell: int, layers: int) -> int:
-        """The first choice that reaches the weight."""
-        weights = self._choices(role)[:, cell, layers]
-        fits = self.table.most[role, :, position] >= layers
-        return int(np.argmin(np.where(fits, weights, np.inf)))
+        """The first choice, of the cheapest devices, that reaches the weight."""
+        weights, choices = self._choices(role, position, slice(cell, cell + 1))
+        return int(choices[np.argmin(weights[:, 0, layers]), layers])
 
-    def _least(self, role: Role, most: IntArray) -> FloatArray:
-        result = np.full((len(self.paces), self.table.layers + 1), np.inf)
-        for weights, count in zip(self._choices(role), most, strict=True):
-            if count >= 0:
-                target = result[:, : count + 1]
-                np.minimum(target, weights[:, : count + 1], out=target)
-        if role is Role.MIDDLE:
-            # Only the ends may hold no layer.
-            result[:, 0] = np.inf
-        return result
-
-    def _choices(self, role: Role) -> FloatArray:
-        """[choice, cell, layers], memory left out."""
-        if role not in self._by_role:
-            seconds = self._seconds[role][:, None, :]
-            spent = seconds + self.table.after[role][:, None, :] if role.embedding else seconds
-            rate = (self.table.micro_batch_size / self.paces)[None, :, None]
-            weights = spent * rate + self._cost[:, None, None]
-            self._by_role[role] = np.where(seconds <= self.limits[None, :, None], weights, np.inf)
-        return self._by_role[role]
+    def _choices(self, role: Role, position: int, cells: slice) -> tuple[FloatArray, IntArray]:
+        """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
+        table, order, upto = self._table, self._order, self.most + 1
+        seconds = table.seconds_at(role, position)[order, :upto]
+        spent = seconds + table.after[role, order, :upto] if role.embedding else seconds
+        ranked = undominated(seconds, spent if role.embedding else None)
+        choices = order[ranked]
+        seconds = np.take_along_axis(seconds, ranked, axis=0)
+        spent = np.take_along_axis(spent, ranked, axis=0)
+        weights: FloatArray = spent[:, None] * self._rate[cells, None] + self._cost[choices][:, None]
+        weights[seconds[:, None] > self._limits[cells, None]] = np.inf
+        return weights, choices

@@ -6,7 +6,7 @@ until no chain is worth more than its devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +15,18 @@ import numpy.typing as npt
 from planner.search.exact.chains import Chain, make_chain
 from planner.search.exact.linear_program import LinearSolution, linear_program
 from planner.search.exact.pool import Vector
-from planner.search.exact.priced_chains import PricedChains
+from planner.search.exact.priced_chains import PricedChains, least_seconds
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable
 
 # Ratio between the ends of an interval of periods: at first, and where no further cut pays.
 COARSE, FINE = 1.07, 1.004
 # Intervals whose best chain ends this much later than the linear program's time are not looked at again.
-_NEAR = 1.1
+_NEAR = 1.04
+# In the first rounds prices are rough.
+_ROUGH, _ROUGH_ROUNDS = 1.1, 2
 # Intervals of a table whose chains are added, or that are cut, in one round: the lowest.
-_MOST_CELLS = 40
+_MOST_CELLS = 16
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ class Intervals:
         edges = _period_edges(table, ratio)
         return cls(table, edges[:-1], edges[1:])
 
+    def below(self, seconds: float, prices: DevicePrices) -> Intervals:
+        """Without those whose best chain is known to end what it costs no sooner than that."""
+        least = least_seconds(
+            self.table,
+            self.table.cost(prices.per_device),
+            paces=self.low,
+            limits=self.high,
+            each=prices.per_pipeline,
+        )
+        return Intervals(self.table, self.low[least < seconds], self.high[least < seconds])
+
     def priced(self, prices: DevicePrices) -> PricedChains:
         return PricedChains(
             self.table, prices.per_device, paces=self.low, limits=self.high, each=prices.per_pipeline
@@ -146,23 +159,38 @@ def find_prices(
     guess = first_prices(tables, budget)
     prices = solve_prices(pool, budget, guess=guess)
     idle = 0
-    for _ in range(rounds):
+    for number in range(rounds):
+        near = _ROUGH if number < _ROUGH_ROUNDS else _NEAR
         best, new, nearer = np.inf, 0, []
-        for held in intervals:
+        for whole in intervals:
+            held = whole.below(prices.seconds * near, prices)
+            if not held.low.size:
+                continue
             priced = held.priced(prices)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
             new += _add_best(priced, pool, below=prices.seconds)
             split = (least < prices.seconds) & (held.high / held.low > FINE)
             split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
-            nearer.append(held.kept(least < prices.seconds * _NEAR, split))
+            nearer.append(held.kept(least < prices.seconds * near, split))
         intervals = [held for held in nearer if held.low.size]
         idle = 0 if new else idle + 1
         if idle == 2 or best >= prices.seconds * (1 - close):
             break
         if new:
             prices = solve_prices(pool, budget, guess=guess)
-    return Priced(prices, pool, intervals)
+    return Priced(prices, pool, list(_promising(tables, prices)))
+
+
+def _promising(tables: Sequence[StageTable], prices: DevicePrices) -> Iterator[Intervals]:
+    """Wide intervals: whole pipelines may be far from fractions of the best."""
+    for table in tables:
+        held = Intervals.of(table).below(prices.seconds * _ROUGH, prices)
+        if held.low.size:
+            least = held.priced(prices).seconds.min(axis=1, initial=np.inf)
+            near = least < prices.seconds * _ROUGH
+            if near.any():
+                yield held.kept(near, np.zeros_like(near))
 
 
 def first_prices(tables: Sequence[StageTable], budget: Budget) -> FloatArray:
@@ -171,8 +199,8 @@ def first_prices(tables: Sequence[StageTable], budget: Budget) -> FloatArray:
     for table in tables:
         for choice, vector in enumerate(table.counts):
             kinds = np.flatnonzero(vector)
-            if len(kinds) == 1 and (table.most[:, choice] > 0).any():
-                layer = table.seconds[Role.MIDDLE, choice, 1] - table.seconds[Role.MIDDLE, choice, 0]
+            if len(kinds) == 1 and np.isfinite(table.least[:, choice, 1:]).any():
+                layer = table.plain[Role.MIDDLE, choice, 1] - table.plain[Role.MIDDLE, choice, 0]
                 speed = table.micro_batch_size / max(layer, 1e-30) / vector[kinds[0]]
                 speeds[kinds[0]] = max(speeds[kinds[0]], speed)
     speeds = np.maximum(speeds, 1e-6 * max(speeds.max(), 1e-30))
@@ -182,9 +210,7 @@ def first_prices(tables: Sequence[StageTable], budget: Budget) -> FloatArray:
 
 def _period_edges(table: StageTable, ratio: float) -> FloatArray:
     """Geometric edges from the least seconds of any stage to the most; every chain's period lies between."""
-    fitting, seconds = table.fitting(), table.seconds
-    low = float(seconds.min(initial=np.inf, where=fitting))
-    high = float(seconds.max(initial=0.0, where=fitting))
+    low, high = table.least_period, table.most_seconds
     if not np.isfinite(low) or high <= 0:
         return np.empty(1)
     low = max(low, high * 1e-6)

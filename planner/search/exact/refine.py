@@ -4,6 +4,7 @@ machine's speed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,13 +47,13 @@ class Refiner:
         self._tables = {table.micro_batch_size: table for table in tables}
         self._settlers = settlers
 
-    def candidates(self, chains: Sequence[Chain]) -> Iterator[Candidate]:
-        """The chains on devices in either order, balanced; none if the nodes cannot be cut so."""
+    def candidates(self, chains: Sequence[Chain], *, most: int) -> Iterator[Candidate]:
+        """The chains on devices in either order, the best ones balanced; none if the nodes cannot be cut so."""
         orders: tuple[Order, ...] = ("inside", "aligned")
         found = [made for order in orders if (made := self._made(chains, order)) is not None]
         if not found and (tight := self._made(chains, "tight")) is not None:
             found.append(tight)
-        for candidate in found:
+        for candidate in sorted(found, key=lambda one: one.seconds)[:most]:
             yield self._balanced(candidate)
 
     def improved(self, candidate: Candidate, *, prices: int) -> Candidate:
@@ -71,9 +72,8 @@ class Refiner:
     def _made(self, chains: Sequence[Chain], order: Order) -> Candidate | None:
         busy, samples = self._assembler.busy(chains)
         placed = self._assembler.placed(busy, order)
-        if placed is None:
-            return None
-        return Candidate(tuple(busy), placed, self._assembler.plan(busy, placed, samples))
+        plan = self._assembler.plan(busy, placed, samples) if placed is not None else None
+        return Candidate(tuple(busy), placed, plan) if placed is not None and plan is not None else None
 
     def _balanced(self, candidate: Candidate) -> Candidate:
         """Layers and samples for the plan's own transfers."""
@@ -102,7 +102,8 @@ class Refiner:
         if len(busy) < len(true):
             # A pipeline without samples would leave its devices idle: not this candidate's business.
             return candidate
-        return Candidate(tuple(true), candidate.placed, self._assembler.plan(true, candidate.placed, samples))
+        plan = self._assembler.plan(true, candidate.placed, samples)
+        return candidate if plan is None else Candidate(tuple(true), candidate.placed, plan)
 
     def _true(self, chain: Chain, old: Chain, priced: PredictedPipeline) -> Chain:
         """The chain with the seconds that its stages have on their devices; layers may differ from the
@@ -112,13 +113,18 @@ class Refiner:
         for index, (stage, before, seen) in enumerate(
             zip(chain.stages, old.stages, priced.stages, strict=True)
         ):
-            role, choice = role_of(position=count - index, stages=count), chain.specs[index][0]
+            position, choice = count - index, chain.specs[index][0]
+            role = role_of(position=position, stages=count)
             forward, backward = table.forward[role, choice], table.backward[role, choice]
+            replay = table.replay_at(role, position)[choice]
+            again = float(replay[stage.layers]) - float(replay[before.layers])
             stages.append(
                 replace(
                     stage,
                     forward=seen.forward_seconds + float(forward[stage.layers] - forward[before.layers]),
-                    backward=seen.backward_seconds + float(backward[stage.layers] - backward[before.layers]),
+                    backward=seen.backward_seconds
+                    + float(backward[stage.layers] - backward[before.layers])
+                    + (again if math.isfinite(again) else 0.0),
                     after=float(table.after[role, choice, stage.layers]),
                 )
             )

@@ -43,12 +43,8 @@ def _weights(
 
 
 def _by_choice(table: StageTable, role: Role, position: int, choices: list[int], period: float) -> FloatArray:
-    seconds = table.seconds[role, choices]
-    room = table.most[role, choices, position]
-    layers = np.arange(table.layers + 1)
-    fits = (seconds <= period) & (layers <= room[:, None])
-    if role is Role.MIDDLE:
-        fits[:, 0] = False
+    seconds = table.seconds_at(role, position)[choices]
+    fits = seconds <= period
     spent = seconds + table.after[role, choices] if role.embedding else seconds
     return np.where(fits, spent, np.inf)
 

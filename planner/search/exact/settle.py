@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 
+import numpy as np
+
 from planner.cluster import Cluster
 from planner.cost.exchange import Replica, receive_seconds
 from planner.search.exact.chains import Chain, ChainStage
@@ -39,9 +41,13 @@ class Settler:
         """The slowest stage with the layers as they are, and a little of the others."""
         seconds = self._received(specs)
         for index, (choice, layers) in enumerate(specs):
-            role = role_of(position=len(specs) - index, stages=len(specs))
+            position = len(specs) - index
+            role = role_of(position=position, stages=len(specs))
+            replay = self.table.replay_at(role, position)[choice, layers]
+            # Other layers may fit where these do not.
+            replay = replay if np.isfinite(replay) else 0.0
             seconds[index] += (
-                self.table.forward[role, choice, layers] + self.table.backward[role, choice, layers]
+                self.table.forward[role, choice, layers] + self.table.backward[role, choice, layers] + replay
             )
         return max(seconds) + sum(seconds) / 100
 
@@ -78,6 +84,7 @@ class Settler:
         for index, (choice, _) in enumerate(specs):
             role = role_of(position=stages - index, stages=stages)
             seconds = self.table.forward[role, choice] + self.table.backward[role, choice]
+            seconds = seconds + self.table.replay_at(role, stages - index)[choice]
             most = int(self.table.most[role, choice, stages - index])
             fewest = 1 if role is Role.MIDDLE else 0
             parts.append(SplitStage(tuple(map(float, seconds)), received[index], fewest, most))
@@ -88,13 +95,15 @@ class Settler:
         stages = []
         table = self.table
         for index, ((choice, _), layers) in enumerate(zip(specs, split.layers, strict=True)):
-            role = role_of(position=len(specs) - index, stages=len(specs))
+            position = len(specs) - index
+            role = role_of(position=position, stages=len(specs))
+            replay = float(table.replay_at(role, position)[choice, layers])
             stages.append(
                 ChainStage(
                     table.choices[choice],
                     layers,
                     float(table.forward[role, choice, layers]),
-                    float(table.backward[role, choice, layers]) + received[index],
+                    float(table.backward[role, choice, layers]) + replay + received[index],
                     float(table.after[role, choice, layers]),
                 )
             )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from planner.cost.memory import MemoryModel
+from planner.cost.recompute import RecomputeModel
 from planner.cost.stages import StageCost
 from planner.plan import Plan
-from planner.profile.analytic import AnalyticProfile
+from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.exact.chains import Chain
 from planner.search.exact.choices import stage_choices
 from planner.search.exact.columns import Box
 from planner.search.exact.combine import Combiner, make_columns
+from planner.search.exact.make_table import TableMaker
 from planner.search.exact.plans import Assembler, iteration_seconds
 from planner.search.exact.pool import Pool, pools
 from planner.search.exact.prices import (
@@ -31,23 +34,33 @@ from planner.search.exact.prices import (
     solve_prices,
 )
 from planner.search.exact.refine import Refiner
+from planner.search.exact.replays import Replays
 from planner.search.exact.settle import Settler
-from planner.search.exact.stage_table import FloatArray, StageTable, build_table
+from planner.search.exact.stage_table import FloatArray, StageTable
 from planner.search.exact.surroundings import Expected
+from planner.search.exact.zero import Zero
 from planner.search.shortlist import Offer, ignore
 
+ZeroStage = Literal[0, 1, 2]
 _FEW_DEVICES = 8
 _MOST_STAGES = 64
-_CELLS = 5_000
+# Count vectors of a box: few if small units do, and at most so many.
+_FEW_CELLS, _CELLS = 700, 5_000
+_SMALL_UNIT = 4
 # How many pipelines share a gradient, before that is known.
 _SHARING = 4
 _ROUNDS = 8
+# Of solutions this close the first is kept, that of the lower ZeRO stage.
+_TIE = 1e-6
 _CLOSE = 3e-3
 # Micro-batch sizes of which columns are made, those whose chains price best.
 _SIZES = 3
-_MOST_PIPELINES = 6
+_MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 # Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
 _MANY_SETS_DEVICES = 32
+# Beyond so many, fewer shapes of a column are worked out and fewer sets of pipelines are priced.
+_MANY_DEVICES = 32
+_PRICED_SETS = 3
 # Plans that are refined.
 _REFINED = 2
 
@@ -63,6 +76,11 @@ class Solution:
     budget: Budget
     statistics: dict[str, int]
 
+    @property
+    def seconds(self) -> float:
+        """The plan's price."""
+        return iteration_seconds(self.plan)
+
     def prices_for(self, pool: Pool) -> Callable[[int], DevicePrices]:
         """Good prices of another pool of the same cluster, by how many pipelines there may be."""
         guess = first_prices(self.tables, self.budget)
@@ -75,6 +93,14 @@ class Solution:
         return prices
 
 
+def _quiet(message: str) -> None:
+    del message
+
+
+def _never() -> bool:
+    return False
+
+
 class ExactSolver:
     """Plans one request."""
 
@@ -85,9 +111,12 @@ class ExactSolver:
         profile: ProfileTable | None = None,
         micro_batch_sizes: Sequence[int] | None = None,
         offer: Offer = ignore,
+        progress: Callable[[str], None] = _quiet,
+        stop: Callable[[], bool] = _never,
     ) -> None:
+        """`stop` is asked now and then whether to end with the best plan so far."""
         self.request = request
-        self._offer = offer
+        self._offer, self._progress, self._stop = offer, progress, stop
         self.profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
         sizes = micro_batch_sizes or default_micro_batch_sizes(len(request.cluster.devices))
         self.sizes = [size for size in sizes if size <= request.global_batch_size]
@@ -105,62 +134,118 @@ class ExactSolver:
             dtypes=request.dtypes,
             memory_scale=request.emulation.memory_scale,
         )
+        self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
 
     def solve(self) -> Solution | None:
-        """The best plan found; None if nothing fits."""
-        found = [
-            solution
-            for pool in pools(self.request.cluster, self.request.model)
-            for solution in self._solutions(pool)
-        ]
-        return min(found, key=lambda solution: iteration_seconds(solution.plan), default=None)
+        """The best plan found; None if nothing fits. Asked to stop, it ends with the first that it has."""
+        best: Solution | None = None
+        for pool in pools(self.request.cluster, self.request.model):
+            for ask in self._asks(pool):
+                found = ask(best)
+                if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
+                    best = found
+                    self._progress(f"found {best.seconds:.4g} s an iteration")
+                if best is not None and self._stop():
+                    return best
+        return best
 
     def budget(self, pool: Pool) -> Budget:
         samples = self.request.global_batch_size
         return Budget(pool.counts, samples, min(pool.devices, samples))
 
-    def _solutions(self, pool: Pool) -> Iterator[Solution]:
-        """The best for each assumption of how many pipelines share a gradient."""
-        expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
-        plain = list(self._tables(pool, expected))
+    def _asks(self, pool: Pool) -> Iterator[Callable[[Solution | None], Solution | None]]:
+        """A search for each ZeRO stage, and each assumption of how many pipelines share a gradient."""
         few = pool.devices <= _FEW_DEVICES
-        for sharing in (_SHARING, 1, 2) if few else (_SHARING,):
-            budget = self.budget(pool)
-            if sharing < _SHARING:
-                budget = replace(budget, pipelines=min(budget.pipelines, sharing))
-            tables = [table.for_pipelines(expected, sharing) for table in plain]
-            chains = first_chains(tables, budget)
-            if not chains.chains:
-                return
-            priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE)
-            self.statistics["chains"] += len(chains.chains)
-            best = self._best_plan(pool, tables, priced, budget)
-            if best is not None:
-                yield Solution(best, pool, priced, tables, budget, self.statistics)
-
-    def _tables(self, pool: Pool, expected: Expected) -> Iterator[StageTable]:
-        """The usable tables, by micro-batch size."""
         stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
+        replays = self.replays(pool, max_stages=stages)
+        again = pool.devices <= _MANY_DEVICES
+        for zero_stage in self.zero_stages():
+            sharings = [_SHARING, 1, 2] if few else [_SHARING, 1]
+            for sharing in sharings:
+                ask = _Ask(self, pool, replays, zero_stage, sharing)
+                yield ask
+                pipelines = ask.pipelines
+                if again and zero_stage and 0 < pipelines < sharing and pipelines not in sharings:
+                    # Fewer than was assumed: less memory is saved, so plan for that.
+                    sharings.append(pipelines)
+
+    def search(
+        self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int, best: Solution | None
+    ) -> Solution | None:
+        """The best for one assumption; None if nothing fits, or nothing can beat the best so far."""
+        if zero_stage == 2 and best is not None and not recomputes(best.plan):
+            return None
+        expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
+        budget = self.budget(pool)
+        if sharing < _SHARING:
+            budget = replace(budget, pipelines=min(budget.pipelines, sharing))
+        zero = Zero(zero_stage, self.request.zero_scope, min(sharing, budget.pipelines))
+        tables = [
+            table.for_pipelines(expected, sharing) for table in self._tables(pool, expected, replays, zero)
+        ]
+        chains = first_chains(tables, budget)
+        if not chains.chains:
+            return None
+        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE)
+        self.statistics["chains"] += len(chains.chains)
+        if best is not None and priced.prices.seconds * (1 - _CLOSE) >= best.seconds:
+            return None
+        plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=False)
+        if plan is None and pool.devices <= _FEW_DEVICES:
+            # Prices of fractions of pipelines say little of so few whole ones.
+            plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=True)
+        return Solution(plan, pool, priced, tables, budget, self.statistics) if plan else None
+
+    def zero_stages(self) -> list[ZeroStage]:
+        """Those worth a search: ZeRO-1 over all holders takes no longer than ZeRO-0, unless parameters are wider
+        than gradients on the wire."""
+        stages, dtypes = list(self.request.zero_stages), self.request.dtypes
+        narrow = PRECISION_BYTES[dtypes.param] <= PRECISION_BYTES[dtypes.wire]
+        if 1 in stages and self.request.zero_scope == "all" and narrow:
+            stages = [stage for stage in stages if stage]
+        return sorted(stages)
+
+    def _tables(self, pool: Pool, expected: Expected, replays: Replays, zero: Zero) -> Iterator[StageTable]:
+        """The usable tables, by micro-batch size."""
+        maker = TableMaker(self.cost, pool, expected, replays, zero)
         for size in self.sizes:
             choices = list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
-            table = build_table(
-                self.cost, self.memory, pool, choices, expected, micro_batch_size=size, max_stages=stages
-            )
+            table = maker.table(choices, micro_batch_size=size)
             if table.usable:
                 yield table
 
-    def _sets(self, priced: Priced, budget: Budget, settlers: Mapping[int, Settler]) -> Iterator[list[Chain]]:
+    def replays(self, pool: Pool, *, max_stages: int, relaxed: bool = False) -> Replays:
+        """What the stages of pipelines with up to so many stages recompute."""
+        layers = self.request.model.layers
+        return Replays(
+            self.memory, self.recompute, pool, layers=layers, max_stages=max_stages, relaxed=relaxed
+        )
+
+    def _sets(
+        self,
+        tables: Sequence[StageTable],
+        priced: Priced,
+        budget: Budget,
+        settlers: Mapping[int, Settler],
+        *,
+        every: bool,
+    ) -> Iterator[list[Chain]]:
         """Sets of pipelines that end the batch soon."""
         taken, rest = _whole_part(priced, budget)
-        columns = make_columns(_promising(priced, budget), priced.prices, choose_box(rest.counts), settlers)
+        intervals = [Intervals.of(table) for table in tables] if every else _promising(priced, budget)
+        columns = make_columns(intervals, priced.prices, choose_box(rest.counts), settlers, every=every)
+        # A single pipeline has but one count vector.
+        many = sum(budget.counts) > _MANY_DEVICES
+        columns.shapes_made = 6 if budget.pipelines == 1 else 1 if many else 2
         combiner = Combiner(columns, priced.prices, rest, taken)
         seen: set[tuple[object, ...]] = set()
         settled = [
             _settled(settlers[chain.micro_batch_size], chain, priced.prices.seconds) for chain in taken
         ]
         few = sum(budget.counts) <= _MANY_SETS_DEVICES
-        for chains in combiner.sets(most=_MOST_PIPELINES, others=few):
+        most = min(_MOST_PIPELINES if few else _FEW_PIPELINES, budget.pipelines)
+        for chains in combiner.sets(most=most, others=few):
             key = tuple(chain.specs for chain in chains)
             if key not in seen:
                 seen.add(key)
@@ -169,20 +254,29 @@ class ExactSolver:
         self.statistics["columns_made"] += len(columns.made)
 
     def _best_plan(
-        self, pool: Pool, tables: Sequence[StageTable], priced: Priced, budget: Budget
+        self,
+        pool: Pool,
+        tables: Sequence[StageTable],
+        priced: Priced,
+        budget: Budget,
+        zero_stage: ZeroStage,
+        *,
+        every: bool,
     ) -> Plan | None:
-        """Each set on devices, and the best few of them refined."""
-        assembler = Assembler(self.request, pool, self.profile)
+        """Each set on devices, and the best few of them refined; of `every` shape, or the promising ones."""
+        assembler = Assembler(
+            self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
+        )
         settlers = {
             table.micro_batch_size: Settler(table, self.request.cluster, pool, self.cost.row_bytes)
             for table in tables
         }
+        few = pool.devices <= _MANY_DEVICES
         refiner = Refiner(assembler, tables, settlers)
-        found = [
-            candidate
-            for chains in self._sets(priced, budget, settlers)
-            for candidate in refiner.candidates(chains)
-        ]
+        sets = list(self._sets(tables, priced, budget, settlers, every=every))
+        if not few:
+            sets = sorted(sets, key=assembler.end_seconds)[:_PRICED_SETS]
+        found = [one for chains in sets for one in refiner.candidates(chains, most=2 if few else 1)]
         ranked = sorted(found, key=lambda one: one.seconds)[:_REFINED]
         prices = _prices(pool.devices)
         refined = [refiner.improved(candidate, prices=prices) for candidate in ranked]
@@ -190,6 +284,29 @@ class ExactSolver:
             self._offer(candidate.plan)
         self.statistics["candidates"] += assembler.count
         return min((one.plan for one in refined), key=iteration_seconds, default=None)
+
+
+@dataclass
+class _Ask:
+    """One search of the solver, to be called with the best solution so far; then `pipelines` are those of what
+    it found, 0 if nothing."""
+
+    solver: ExactSolver
+    pool: Pool
+    replays: Replays
+    zero_stage: ZeroStage
+    sharing: int
+    pipelines: int = 0
+
+    def __call__(self, best: Solution | None) -> Solution | None:
+        found = self.solver.search(self.pool, self.replays, self.zero_stage, self.sharing, best)
+        self.pipelines = len(found.plan.pipelines) if found else 0
+        return found
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether any stage does."""
+    return any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def _prices(devices: int) -> int:
@@ -248,6 +365,6 @@ def choose_box(counts: Sequence[int]) -> Box:
     unit = 1
     while True:
         box = Box(tuple(int(count) // unit * unit for count in counts), unit)
-        if box.cells <= _CELLS:
+        if box.cells <= (_FEW_CELLS if unit < _SMALL_UNIT else _CELLS):
             return box
         unit *= 2

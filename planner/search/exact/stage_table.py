@@ -2,26 +2,21 @@
 
 A stage is described without devices: its choice (kinds, TP, rows), its role in the pipeline, its position
 counted from the end (the number of micro-batches it holds in flight under 1F1B) and its layers. Any profile
-and any memory model slot in here.
+and any memory model slot in here (`make_table`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.cost.gradient import update_bytes_per_value
-from planner.cost.held import held_values
-from planner.cost.memory import MemoryModel, StageLoad
-from planner.cost.stages import StageCost
-from planner.profile.analytic import PRECISION_BYTES
 from planner.search.exact.choices import StageChoice
 from planner.search.exact.covers import Cover
-from planner.search.exact.pool import Pool, Vector
+from planner.search.exact.pool import Vector
 from planner.search.exact.role import Role
 from planner.search.exact.surroundings import Surroundings
 
@@ -34,11 +29,12 @@ class StageTable:
     """One micro-batch through one stage, by choice c, position p from the end and layers l.
 
     `forward[role, c, l]` and `backward` are operators and TP collectives, `receive[role, c]` is receiving
-    from all neighbours. `most[role, c, p]` is the most layers that fit with p micro-batches in flight, -1
-    where not even none do (and for p = 0, which is unused). `gradient_bytes[role, c, l]` are the bytes a
-    device has to synchronise, `update` the seconds of its optimizer step, and `after` the seconds from the
-    stage's last backward to the end of the iteration: both, for the number of pipelines that the table was
-    last told.
+    from all neighbours. `replay[role, c, p, l]` is what backward takes longer because operators are
+    recomputed until the stage fits with p micro-batches in flight: infinite where it does not fit at all,
+    and for p = 0, which is unused. `gradient_bytes[role, c, l]` are the bytes of a device that all pipelines
+    reduce, `holders[c]` of them in the stage itself, `update` the seconds of its optimizer step, and `after`
+    those from the stage's last backward to the end of the iteration: both, for the number of pipelines that
+    the table was last told.
     """
 
     micro_batch_size: int
@@ -48,44 +44,79 @@ class StageTable:
     forward: FloatArray
     backward: FloatArray
     receive: FloatArray
-    most: IntArray
+    replay: FloatArray
     gradient_bytes: FloatArray
     update: FloatArray
     after: FloatArray
+    holders: FloatArray
     covers: tuple[Cover, ...] = ()
     """Of a table for bounds, the last choices stand for every stage that mixes types: these."""
+    in_flight: int = 10**9
+    """Most micro-batches that a pipeline holds in flight, whatever its stages."""
 
     @cached_property
-    def seconds(self) -> FloatArray:
-        """Forward, backward and receiving: [role, c, l]."""
+    def plain(self) -> FloatArray:
+        """Forward, backward and receiving, with nothing recomputed: [role, c, l]."""
         total: FloatArray = self.forward + self.backward + self.receive[..., None]
+        return total
+
+    @cached_property
+    def most(self) -> IntArray:
+        """Most layers that fit, -1 for none: [role, c, p]."""
+        fits = np.isfinite(self.replay[..., ::-1])
+        found = np.where(fits.any(axis=3), self.layers - fits.argmax(axis=3), -1)
+        positions = np.minimum(np.arange(self.max_stages + 1), self.in_flight)
+        most: IntArray = found[:, :, positions]
+        return most
+
+    @cached_property
+    def least(self) -> FloatArray:
+        """Seconds with as few micro-batches in flight as can be, infinite where even so a stage does not fit:
+        [role, c, l]."""
+        total: FloatArray = self.plain + self.replay[:, :, 1]
+        return total
+
+    @cached_property
+    def least_period(self) -> float:
+        """Of any stage; infinite if none fits."""
+        return float(self.least.min(initial=np.inf))
+
+    @cached_property
+    def most_seconds(self) -> float:
+        """Of any stage that fits; 0 if none does."""
+        total = self.plain[:, :, None] + self.replay
+        return float(total.max(initial=0.0, where=np.isfinite(total)))
+
+    def seconds_between(self, low: float, high: float, *, stages: int) -> FloatArray:
+        """Seconds, above the one and up to the other, that a stage of a pipeline of so many stages can take;
+        ascending."""
+        total = self.plain[:, :, None] + self.replay[:, :, 1 : min(stages, self.in_flight) + 1]
+        found: FloatArray = np.unique(total[(total > low) & (total <= high)])
+        return found
+
+    def replay_at(self, role: Role, position: int) -> FloatArray:
+        """[c, l]."""
+        found: FloatArray = self.replay[role, :, min(position, self.in_flight)]
+        return found
+
+    def seconds_at(self, role: Role, position: int) -> FloatArray:
+        """All seconds of a stage, infinite where it does not fit: [c, l]."""
+        total: FloatArray = self.plain[role] + self.replay_at(role, position)
         return total
 
     @property
     def max_stages(self) -> int:
-        return self.most.shape[2] - 1
+        return self.replay.shape[2] - 1
 
     @property
     def usable(self) -> bool:
         """Whether any stage fits at all."""
-        return bool((self.most >= 0).any())
-
-    def fitting(self) -> npt.NDArray[np.bool_]:
-        """[role, choice, layers]: whether some position has room."""
-        fits: npt.NDArray[np.bool_] = np.arange(self.layers + 1) <= self.most.max(axis=2)[:, :, None]
-        fits[Role.MIDDLE, :, 0] = False
-        return fits
+        return bool(np.isfinite(self.least).any())
 
     def for_pipelines(self, surroundings: Surroundings, pipelines: float) -> StageTable:
         """The table for so many pipelines that share every gradient."""
-        replicas = [len(choice.rows) for choice in self.choices] + [2] * len(self.covers)
-        rates = [surroundings.gradient_byte_seconds(pipelines - 1 + count) for count in replicas]
+        rates = [surroundings.gradient_byte_seconds(pipelines - 1 + count) for count in self.holders]
         return replace(self, after=self.gradient_bytes * np.array(rates)[:, None] + self.update)
-
-    def capped(self, after_seconds: float) -> StageTable:
-        """The table without stages that need longer after their last backward."""
-        within = (self.after <= after_seconds).sum(axis=2) - 1
-        return replace(self, most=np.minimum(self.most, within[:, :, None]))
 
     def cost(self, prices: FloatArray) -> FloatArray:
         """What the devices of each choice cost, of covers at least."""
@@ -94,10 +125,11 @@ class StageTable:
 
     def kept(self, choices: Sequence[int]) -> StageTable:
         """Some of the choices."""
+        index = list(choices)
         arrays = {
-            field.name: getattr(self, field.name)[:, list(choices)]
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), np.ndarray)
+            one.name: getattr(self, one.name).take(index, axis=0 if one.name == "holders" else 1)
+            for one in fields(self)
+            if isinstance(getattr(self, one.name), np.ndarray)
         }
         return replace(
             self,
@@ -107,135 +139,39 @@ class StageTable:
         )
 
 
-def build_table(
-    cost: StageCost,
-    memory: MemoryModel,
-    pool: Pool,
-    choices: Sequence[StageChoice],
-    surroundings: Surroundings,
-    *,
-    micro_batch_size: int,
-    max_stages: int,
-) -> StageTable:
-    """The table of one micro-batch size, for a single pipeline."""
-    layers = cost.model.layers
-    shape = (len(Role), len(choices))
-    forward, backward, gradient, update = (np.zeros((*shape, layers + 1)) for _ in range(4))
-    receive = np.zeros(shape)
-    most = np.full((*shape, max_stages + 1), -1, dtype=np.int64)
-    fits = Fits(memory, pool, layers, max_stages)
-    for index, choice in enumerate(choices):
-        for role in Role:
-            forward[role, index], backward[role, index] = _lines(cost, pool, choice, role)
-            receive[role, index] = surroundings.receive_seconds(choice, sides=role.sides)
-            rooms = [fits.of(kind, choice.tp, rows, role) for kind, rows in choice.loads]
-            most[role, index] = np.min(rooms, axis=0)
-            gradient[role, index], update[role, index] = _after_lines(cost, pool, choice, role)
-    counts = tuple(choice.counts(len(pool.kinds)) for choice in choices)
-    table = StageTable(
-        micro_batch_size,
-        layers,
-        tuple(choices),
-        counts,
-        forward,
-        backward,
-        receive,
-        most,
-        gradient,
-        update,
-        after=update,
+def joined(tables: Sequence[StageTable]) -> StageTable:
+    """One table of the choices of all: of one micro-batch size, without covers."""
+
+    def stacked(name: str) -> FloatArray:
+        found: FloatArray = np.concatenate([getattr(table, name) for table in tables], axis=1)
+        return found
+
+    return replace(
+        tables[0],
+        choices=tuple(choice for table in tables for choice in table.choices),
+        counts=tuple(counts for table in tables for counts in table.counts),
+        forward=stacked("forward"),
+        backward=stacked("backward"),
+        receive=stacked("receive"),
+        replay=stacked("replay"),
+        gradient_bytes=stacked("gradient_bytes"),
+        update=stacked("update"),
+        after=stacked("after"),
+        holders=np.concatenate([table.holders for table in tables]),
     )
-    return _without_dominated(table)
 
 
-def _lines(cost: StageCost, pool: Pool, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward seconds by number of layers: the slowest replica's, each apart."""
-    layers = np.arange(cost.model.layers + 1)
-    forward = np.zeros(len(layers))
-    backward = np.zeros(len(layers))
-    for kind, rows in sorted(choice.loads):
-        ends, one = (
-            cost.replica_step(
-                device_type=pool.kinds[kind].type,
-                tp=choice.tp,
-                rows=rows,
-                layers=count,
-                embedding=role.embedding,
-                head=role.head,
-            )
-            for count in (0, 1)
-        )
-        forward = np.maximum(forward, ends.forward + layers * (one.forward - ends.forward))
-        backward = np.maximum(backward, ends.backward + layers * (one.backward - ends.backward))
-    return forward, backward
+def with_in_flight(table: StageTable, most: int) -> StageTable:
+    """The table for pipelines that never hold more micro-batches in flight."""
+    return replace(table, in_flight=most)
 
 
-def _after_lines(
-    cost: StageCost, pool: Pool, choice: StageChoice, role: Role
-) -> tuple[FloatArray, FloatArray]:
-    """Bytes of gradients of a device, and seconds of its optimizer step, by number of layers."""
-    none, one = (
-        held_values(cost.model, choice.tp, layers, role.embedding, role.head).numel for layers in (0, 1)
-    )
-    values = none + np.arange(cost.model.layers + 1, dtype=np.float64) * (one - none)
-    streaming = max(
-        cost.profile.streaming_seconds(device_type=pool.kinds[kind].type, moved_bytes=1.0)
-        for kind in set(choice.kinds)
-    )
-    wire = PRECISION_BYTES[cost.dtypes.wire]
-    return values * wire, values * (update_bytes_per_value(cost.dtypes) * streaming)
-
-
-class Fits:
-    """Most layers that fit by micro-batches in flight, worked out once for every load."""
-
-    def __init__(self, memory: MemoryModel, pool: Pool, layers: int, max_stages: int) -> None:
-        self._memory, self._pool = memory, pool
-        self._layers, self._stages = layers, max_stages
-        self._known: dict[tuple[str, int, int, Role], IntArray] = {}
-
-    def of(self, kind: int, tp: int, rows: int, role: Role) -> IntArray:
-        """By position from the end; -1 where nothing fits."""
-        key = (self._pool.kinds[kind].type, tp, rows, role)
-        if key not in self._known:
-            self._known[key] = self._most(kind, tp, rows, role)
-        return self._known[key]
-
-    def _most(self, kind: int, tp: int, rows: int, role: Role) -> IntArray:
-        """A single or last stage has one micro-batch in flight, and no other position."""
-        device = self._pool.kinds[kind].device
-
-        def most_layers(position: int, at_most: int) -> int:
-            load = StageLoad(tp, rows, at_most, role.embedding, role.head, position)
-            return self._memory.most_layers(load, device)
-
-        most = np.full(self._stages + 1, -1, dtype=np.int64)
-        most[1] = most_layers(1, self._layers)
-        if not role.head and self._stages > 1:
-            most[-1] = most_layers(self._stages, int(most[1]))
-            self._fill(most, 1, self._stages, most_layers)
-        if role is Role.MIDDLE:
-            most[most < 1] = -1
-        return most
-
-    def _fill(self, most: IntArray, first: int, last: int, most_layers: Callable[[int, int], int]) -> None:
-        """Positions between two known ones: more in flight never leaves room for more layers."""
-        if most[first] == most[last]:
-            most[first:last] = most[first]
-            return
-        if last - first > 1:
-            middle = (first + last) // 2
-            most[middle] = most_layers(middle, int(most[first]))
-            self._fill(most, first, middle, most_layers)
-            self._fill(most, middle, last, most_layers)
-
-
-def _without_dominated(table: StageTable) -> StageTable:
+def without_dominated(table: StageTable) -> StageTable:
     """Leave out choices that another with the same devices beats in every respect; of equal ones keep the
     first."""
     kept: list[int] = []
     for index in range(len(table.choices)):
-        if not (table.most[:, index] >= 0).any():
+        if not np.isfinite(table.replay[:, index]).any():
             continue
         rivals = [i for i in kept if table.counts[i] == table.counts[index]]
         if any(_beats(table, i, index) for i in rivals):
@@ -246,9 +182,9 @@ def _without_dominated(table: StageTable) -> StageTable:
 
 def _beats(table: StageTable, one: int, other: int) -> bool:
     return bool(
-        len(table.choices[one].rows) <= len(table.choices[other].rows)
+        table.holders[one] <= table.holders[other]
         and all(
             (array[:, one] <= array[:, other]).all()
-            for array in (-table.most, table.seconds, table.backward, table.gradient_bytes, table.update)
+            for array in (table.plain, table.backward, table.gradient_bytes, table.update, table.replay)
         )
     )

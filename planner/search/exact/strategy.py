@@ -12,12 +12,17 @@ from planner.plan import Bound, Plan, Predicted
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search import enumerate_hpp
+from planner.search.diagnose import cannot_fit, fits
 from planner.search.exact.bound import RELAXATIONS, lower_bound
 from planner.search.exact.bound_tables import bound_tables
+from planner.search.exact.make_table import TableMaker
 from planner.search.exact.plans import iteration_seconds
-from planner.search.exact.pool import every_pool
+from planner.search.exact.pool import Pool, every_pool
+from planner.search.exact.prices import DevicePrices
 from planner.search.exact.solve import ExactSolver, Solution
+from planner.search.exact.stage_table import StageTable
 from planner.search.exact.surroundings import Least
+from planner.search.exact.zero import Zero
 from planner.search.shortlist import Offer, ignore
 
 # Clusters that complete enumeration plans in about a second.
@@ -44,10 +49,12 @@ def plan(
     """The strategy: a priced Plan with its bound and `search` statistics. UserError if nothing fits."""
     clock = Clock.start()
     progress("pricing devices and pipelines")
-    solver = ExactSolver(request, profile=profile, offer=offer)
+    solver = ExactSolver(request, profile=profile, offer=offer, progress=progress)
     solution = solver.solve()
     found = [solution.plan] if solution else []
     statistics: dict[str, object] = {"coarse": False}
+    if solution is None and len(request.cluster.devices) > _ENUMERATED_DEVICES and not fits(request):
+        raise cannot_fit(request, profile=profile)
     if solution is None or len(request.cluster.devices) <= _ENUMERATED_DEVICES:
         # Raises the error that says what is missing if nothing fits.
         enumerated = enumerate_hpp.plan(request, profile=profile, progress=progress)
@@ -55,6 +62,8 @@ def plan(
         found.append(with_prediction(enumerated, profile=profile))
     best = min(found, key=iteration_seconds)
     statistics |= {**solver.statistics, "seconds": clock.seconds()}
+    if not request.bound:
+        return best.model_copy(update={"search": {**statistics, "bound_seconds": 0.0}})
     clock = Clock.start()
     progress(f"found {iteration_seconds(best):.4g} s an iteration; bounding every other plan")
     predicted = bound_of(solver, solution, best)
@@ -67,21 +76,31 @@ def bound_of(solver: ExactSolver, solution: Solution | None, plan: Plan) -> Pred
     assert plan.predicted is not None
     if solution is None:
         return plan.predicted
-    request = solver.request
-    pool = every_pool(request.cluster, request.model)
-    least = Least(request.cluster, pool, solver.cost.row_bytes)
-    tables = list(
-        bound_tables(
-            solver.cost,
-            solver.memory,
-            pool,
-            least,
-            sizes=solver.sizes,
-            max_stages=min(request.model.layers + 2, pool.devices),
-        )
-    )
-    seconds = lower_bound(
-        tables, least, solver.budget(pool), solution.prices_for(pool), upper=plan.predicted.iteration_seconds
-    )
+    pool = every_pool(solver.request.cluster, solver.request.model)
+    seconds = bound_seconds(solver, pool, solution.prices_for(pool), upper=plan.predicted.iteration_seconds)
     bound = Bound(price="eq5", relaxations=RELAXATIONS)
     return plan.predicted.model_copy(update={"lower_bound_seconds": seconds, "bound": bound})
+
+
+def bound_seconds(
+    solver: ExactSolver, pool: Pool, prices: Callable[[int], DevicePrices], *, upper: float
+) -> float:
+    """At most `upper`: no plan of the solver's request with its micro-batch sizes takes less.
+
+    `pool` is that of `every_pool`; any `prices` will do, bad ones bound badly.
+    """
+    request = solver.request
+    least = Least(request.cluster, pool, solver.cost.row_bytes, solver.cost.profile.least_all_reduce_rate())
+    replays = solver.replays(pool, max_stages=min(request.model.layers + 2, pool.devices), relaxed=True)
+
+    def tables(pipelines: int) -> list[StageTable]:
+        makers = [
+            TableMaker(
+                solver.cost, pool, least, replays, Zero(stage, request.zero_scope, pipelines, most=True)
+            )
+            for stage in solver.zero_stages()
+        ]
+        found = bound_tables(makers, sizes=solver.sizes)
+        return [table.for_pipelines(least, pipelines) for table in found]
+
+    return lower_bound(tables, solver.budget(pool), prices, upper=upper)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -23,6 +24,10 @@ class Surroundings(Protocol):
 
     def gradient_byte_seconds(self, holders: float) -> float:
         """All-reducing one byte of gradient over so many holders."""
+        ...
+
+    def replica_byte_seconds(self, choice: StageChoice) -> float:
+        """Sending one byte from one of the stage's replicas to another."""
         ...
 
 
@@ -48,6 +53,13 @@ class Expected:
     def gradient_byte_seconds(self, holders: float) -> float:
         return _ring(holders) / self._slowest.bandwidth
 
+    def replica_byte_seconds(self, choice: StageChoice) -> float:
+        kinds = [self.pool.kinds[kind] for kind in sorted(set(choice.kinds))]
+        inside = len(self.cluster.nodes) == 1 or (
+            len(kinds) == 1 and choice.tp * len(choice.rows) <= kinds[0].largest
+        )
+        return max(1 / _link(self.cluster, a, b, inside).bandwidth for a in kinds for b in kinds)
+
     @cached_property
     def _slowest(self) -> Link:
         kinds, same = self.pool.kinds, len(self.cluster.nodes) == 1
@@ -62,6 +74,8 @@ class Least:
     cluster: Cluster
     pool: Pool
     row_bytes: int
+    measured_rate: float = math.inf
+    """Least seconds a byte of any all-reduce that the profile has measured."""
 
     def receive_seconds(self, choice: StageChoice, *, sides: int) -> float:
         message = max(choice.rows) * self.row_bytes
@@ -83,12 +97,20 @@ class Least:
         device's share, is as quick as it can be."""
         inside, outside = self._bandwidths
         if len(self.cluster.nodes) == 1:
-            return _ring(holders) / inside
+            return self._ring_seconds(holders, inside)
         most = max(kind.neighbours for kind in self.pool.kinds)
         return min(
-            _ring(min(near, holders)) / max(inside, outside) + _ring(holders / near) / near / outside
+            self._ring_seconds(min(near, holders), max(inside, outside))
+            + self._ring_seconds(holders / near, outside) / near
             for near in range(1, most + 1)
         )
+
+    def _ring_seconds(self, holders: float, bandwidth: float) -> float:
+        """A byte on a ring: by the link, or as quick as any was measured."""
+        return min(_ring(holders) / bandwidth, self.measured_rate)
+
+    def replica_byte_seconds(self, choice: StageChoice) -> float:
+        return 1 / max(self._bandwidths)
 
     @cached_property
     def _bandwidths(self) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from planner.cluster import Cluster, resolve_cluster
 from planner.cost.price import check_memory
 from planner.errors import UserError
 from planner.model_spec import ModelSpec
+from planner.operators import layer_operators
 from planner.plan import Dtypes, PipelinePlan, Plan, StagePlan
 from planner.request import PlanRequest
 
@@ -52,7 +53,8 @@ def make_request(
 def random_plans(
     request: PlanRequest, draw: random.Random, *, sizes: Sequence[int], tries: int
 ) -> Iterator[Plan]:
-    """Plans that fit: random pipelines, stages that may mix types, unlike rows, uneven samples, idle devices."""
+    """Plans that fit: random pipelines, stages that may mix types, unlike rows, uneven samples, idle devices,
+    any operators recomputed and any ZeRO stage that the request allows."""
     for _ in range(tries):
         pipelines = _random_pipelines(request, draw, sizes)
         if pipelines is None:
@@ -64,6 +66,8 @@ def random_plans(
             global_batch_size=request.global_batch_size,
             sequence_length=request.sequence_length,
             dtypes=request.dtypes,
+            zero_stage=draw.choice(request.zero_stages),
+            zero_scope=request.zero_scope,
             idle_devices=tuple(d.id for d in request.cluster.devices if d.id not in busy),
             pipelines=tuple(pipelines),
         )
@@ -147,10 +151,19 @@ def _random_stages(
                 layers=(first, first + layers),
                 embedding=number == 0,
                 head=number == count - 1,
+                recompute=_random_recompute(request, draw, layers),
             )
         )
         first += layers
     return tuple(stages)
+
+
+def _random_recompute(request: PlanRequest, draw: random.Random, layers: int) -> dict[str, int]:
+    if not request.recompute or not layers or draw.random() < 0.5:
+        return {}
+    operators = layer_operators(request.model)
+    chosen = draw.sample(operators, draw.randint(1, len(operators)))
+    return {name: draw.randint(1, layers) for name in sorted(chosen)}
 
 
 def _random_rows(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from planner.model_spec import ModelSpec
 from planner.plan import ProfileSource
-from planner.profile.table import OperatorGroups, StepSeconds, single_operators
+from planner.profile.table import OperatorGroups, Scope, StepSeconds, single_operators
 
 
 class RandomProfile:
@@ -40,6 +41,20 @@ class RandomProfile:
         scale = 1e-4 * samples / tp
         forward = scale * self._spread ** draw.uniform(-1, 1)
         return StepSeconds(forward, forward * draw.uniform(0.5, 3))
+
+    def all_reduce_seconds(
+        self,
+        *,
+        device_type: str,
+        scope: Scope,
+        members: int,
+        message_bytes: float,
+        precision: str,
+    ) -> None:
+        return None
+
+    def least_all_reduce_rate(self) -> float:
+        return math.inf
 
     def streaming_seconds(self, *, device_type: str, moved_bytes: float) -> float:
         return moved_bytes / 1e12

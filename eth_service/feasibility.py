@@ -1,0 +1,32 @@
+"""What of a job can be refused before it waits in the queue: the checks that take milliseconds.
+
+The driver makes all checks again, with the words of the command line; here a mistake is told to the one who
+makes it. What depends on the Ray cluster's devices cannot be known yet.
+"""
+
+from __future__ import annotations
+
+from actors.engine.support import check_supported
+from actors.engine.tokens import check_text, check_vocabulary
+from actors.job import PYTHON_STDLIB, Job
+from actors.planning import emulated_plan, plan_request
+from planner.cluster import Cluster
+from planner.cost.plan_memory import check_memory
+from planner.plan import Plan
+from planner.profile.analytic import AnalyticProfile
+from planner.search.diagnose import cannot_fit, may_fit
+
+
+def check_feasible(job: Job) -> None:
+    """UserError if the text is too short, the job's own plan cannot run, or no plan can hold its model."""
+    check_vocabulary(job.model.vocab_size)
+    if job.data.path != PYTHON_STDLIB:
+        check_text(job.data.path, pattern=job.data.pattern, sequence_length=job.training.sequence_length)
+    if isinstance(job.plan, Plan):
+        plan = emulated_plan(job.plan, job.emulation)
+        check_supported(plan)
+        check_memory(plan)
+    elif isinstance(job.cluster, Cluster):
+        request = plan_request(job)
+        if not may_fit(request):
+            raise cannot_fit(request, profile=AnalyticProfile(request.model, request.cluster.device_types))

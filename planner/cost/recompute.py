@@ -1,0 +1,237 @@
+"""The fewest operators to recompute so that a stage fits its devices (design: most bytes per second first).
+
+A stage climbs its ladder (planner/cost/ladder.py) layer by layer: some of its first layers stand on one rung,
+the others on the one below. Backward replays what a layer gave up, so the price is seconds of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.catalogue import DeviceType
+from planner.cost.ladder import Rung, ladder
+from planner.cost.layer_flow import Recompute, recompute_of
+from planner.cost.memory import MemoryModel, StageLoad, StepBases, most_tensor_bytes
+from planner.cost.stages import StageCost
+from planner.operators import SUMMED_OPERATORS, layer_operators
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a stage recomputes, and the seconds that adds to the backward of a micro-batch, by replica."""
+
+    recompute: Recompute
+    seconds: tuple[float, ...]
+
+
+class RecomputeModel:
+    """Answers for one job; everything asked twice is kept."""
+
+    def __init__(self, cost: StageCost, memory: MemoryModel) -> None:
+        self._cost, self._memory = cost, memory
+        self._ladders: dict[tuple[str, int, int], tuple[Rung, ...]] = {}
+
+    def ladder(self, *, device_type: str, tp: int, rows: int) -> tuple[Rung, ...]:
+        """The rungs of a replica's layers; the first is nothing, the last keeps only the layers' inputs."""
+        key = (device_type, tp, rows)
+        if key not in self._ladders:
+            cost, model = self._cost, self._cost.model
+            groups = cost.profile.groups(device_type).layer
+            self._ladders[key] = ladder(
+                self._memory.rows_bytes(tp, rows).values,
+                layer_operators(model),
+                groups,
+                {group.name: cost.group_step(group, device_type, tp, rows).forward for group in groups},
+                dict.fromkeys(SUMMED_OPERATORS, cost.activation_all_reduce(device_type, tp, rows)),
+            )
+        return self._ladders[key]
+
+    def fewest(self, loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
+        """The least replay with which a stage fits every one of its devices; None if no replay is enough.
+
+        `loads` are the device type and load of each distinct replica: alike but for type and rows. The
+        stage recomputes the same in all of them, climbing the ladder of one; of these the quickest counts.
+        """
+        found = [
+            replay
+            for type_, load in loads
+            if (replay := self._climb(self.ladder(device_type=type_, tp=load.tp, rows=load.rows), loads))
+        ]
+        return min(found, key=lambda replay: max(replay.seconds)) if found else None
+
+    def recompute_at(self, *, device_type: str, load: StageLoad) -> Recompute | None:
+        """`fewest` of a stage of one kind of replica, without the seconds."""
+        replay = self.fewest([(device_type, load)])
+        return replay.recompute if replay else None
+
+    def seconds_table(
+        self, device_type: str, load: StageLoad, *, most_in_flight: int, relaxed: bool = False
+    ) -> FloatArray:
+        """Extra seconds of a micro-batch's backward by micro-batches in flight and layers, from 0 each.
+
+        `[in_flight, layers]` up to `most_in_flight` and `load.layers`: what `fewest` would say; inf where
+        nothing fits, as with 0 in flight. With `relaxed` layers may be recomputed in part, which no choice of
+        operators for each layer can beat.
+        """
+        rungs = self.ladder(device_type=device_type, tp=load.tp, rows=load.rows)
+        saved = self._memory.rows_bytes(load.tp, load.rows).layer_saved
+        device = self._cost.device_types[device_type]
+        room = _Room(self._memory, load, device, most_in_flight, slack=1.0 if relaxed else 0.5)
+        table = _relaxed(room, rungs, saved) if relaxed else _whole(room, rungs, saved)
+        table[0] = np.inf
+        return table
+
+    def _climb(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
+        """The first place on a ladder where all fit: memory only falls on the way up."""
+        layers = loads[0][1].layers
+        low, high = 0, (len(rungs) - 1) * layers
+        if not self._fits(loads, recompute_on(rungs, layers, high)):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._fits(loads, recompute_on(rungs, layers, middle)):
+                high = middle
+            else:
+                low = middle + 1
+        recompute = recompute_on(rungs, layers, low)
+        return Replay(
+            recompute,
+            tuple(
+                self._cost.replay_seconds(
+                    device_type=type_, tp=load.tp, rows=load.rows, layers=layers, recompute=recompute
+                )
+                for type_, load in loads
+            ),
+        )
+
+    def _fits(self, loads: Sequence[tuple[str, StageLoad]], recompute: Recompute) -> bool:
+        types = self._cost.device_types
+        return all(
+            self._memory.fits(replace(load, recompute=recompute), types[type_]) for type_, load in loads
+        )
+
+
+def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
+    """What a stage recomputes at a place of its ladder: `place` counts single steps of single layers."""
+    if not place:
+        return ()
+    rung, further = divmod(place, layers)
+    counts = dict.fromkeys(rungs[rung].operators, layers)
+    if further:
+        counts = dict.fromkeys(rungs[rung + 1].operators, further) | counts
+    return recompute_of(counts)
+
+
+class _Room:
+    """Bytes that the layers of a stage may keep of one micro-batch, by micro-batches in flight and layers.
+
+    `ends` is what head and embedding leave them; `layer` what a layer's backward leaves, if the last layer
+    gives up nothing that is alive again then. -inf where nothing fits.
+    """
+
+    def __init__(
+        self, memory: MemoryModel, load: StageLoad, device: DeviceType, most_in_flight: int, slack: float
+    ) -> None:
+        """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting."""
+        self.layers = np.arange(load.layers + 1, dtype=np.float64)
+        self.in_flight = np.arange(most_in_flight + 1, dtype=np.float64)[:, None]
+        few = range(min(load.layers, 2) + 1)
+        bases = [memory.step_bases(replace(load, layers=count, recompute=())) for count in few]
+
+        def by_layers(name: str) -> FloatArray:
+            return _by_layers(bases, name, load.layers)
+
+        limit = (most_tensor_bytes(device) + slack) / memory.memory_scale
+        left = limit - by_layers("state")
+        around = left - self.in_flight * by_layers("in_flight") - by_layers("messages")
+        around[:, by_layers("update") > left] = -np.inf
+        self.once = np.maximum(self.in_flight, 1)
+        self.layer = (around - by_layers("layer")) / self.once
+        self.ends = (around - by_layers("head")) / self.once
+        if load.embedding:
+            # The oldest micro-batch's layers are freed by then.
+            others = around - by_layers("embedding") + by_layers("embedding_kept")
+            most = np.where(others < 0, -np.inf, others / np.maximum(self.in_flight - 1, _NONE))
+            self.ends = np.minimum(self.ends, most)
+
+    def kept(self, given_up: float) -> FloatArray:
+        """What all layers may keep together when the last gives up so many bytes."""
+        return np.minimum(self.ends, self.layer - given_up / self.once)
+
+
+def _by_layers(bases: Sequence[StepBases], name: str, layers: int) -> FloatArray:
+    """One of the figures for every number of layers, of those with 0, 1 and 2; 0 where the stage has no such part.
+
+    Layers are alike, so each beyond the first adds as much as the second.
+    """
+    known = [float(getattr(base, name) or 0.0) for base in bases]
+    if layers < 3:
+        return np.array(known)
+    none, one, two = known
+    return np.append(none, one + (two - one) * np.arange(layers))
+
+
+# Divides what is left by no micro-batch at all: there is room for any.
+_NONE = 1e-30
+
+
+def _whole(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+    """Some layers on a rung, the others on the one below."""
+    layers = room.layers
+    allowed = room.kept(0.0)
+    table = np.where(layers * saved <= allowed, 0.0, np.inf)
+    for below, rung in pairwise(rungs):
+        kept_below, kept = saved - below.saved_bytes, saved - rung.saved_bytes
+        steps = np.clip(np.ceil((layers * kept_below - allowed) / (kept_below - kept)), 1, layers)
+        allowed = room.kept(rung.saved_bytes)
+        reached = np.isinf(table) & (layers * kept <= allowed)
+        table[reached] = (steps * rung.seconds + (layers - steps) * below.seconds)[reached]
+    return table
+
+
+def _relaxed(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+    """Layers give up any part, at the price of the hull: the larger of what ends and layers ask for."""
+    with np.errstate(invalid="ignore"):
+        each = (room.layers * saved - room.ends) / np.maximum(room.layers, 1)
+    each = np.where(room.layers > 0, each, np.where(room.ends < 0, np.inf, 0.0))
+    ends = _hull_seconds(each, np.maximum(room.layers, 1), rungs)
+    return np.maximum(ends, _relaxed_layers(room, rungs, saved))
+
+
+def _relaxed_layers(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+    """What the last layer gives up counts once less, being alive again in its backward.
+
+    Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight: the hull h has
+    corners, and at the least x or y is at one.
+    """
+    others = np.maximum(room.layers - 1, 0)
+    weights = room.once * others, (room.once - 1) * (room.layers > 0)
+    need = room.once * (room.layers * saved - room.layer)
+    least = np.full(need.shape, np.inf)
+    one = (room.layers > 0).astype(float)
+    for corner in (rung.saved_bytes for rung in rungs):
+        at_corner = _hull_seconds(np.array(corner), np.array(1.0), rungs)
+        x = _solved(need - weights[1] * corner, weights[0])
+        y = _solved(need - weights[0] * corner, weights[1])
+        least = np.minimum(least, _hull_seconds(x, others, rungs) + one * at_corner)
+        least = np.minimum(least, others * at_corner + _hull_seconds(y, one, rungs))
+    return least
+
+
+def _solved(need: FloatArray, weight: FloatArray) -> FloatArray:
+    """Least z >= 0 with weight * z >= need; inf if there is none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(need <= 0, 0.0, np.where(weight > 0, need / weight, np.inf))
+
+
+def _hull_seconds(saved_bytes: FloatArray, layers: FloatArray, rungs: Sequence[Rung]) -> FloatArray:
+    """Least seconds in which layers give up so many bytes each; inf for more than full recomputation does."""
+    seconds = np.interp(saved_bytes, [rung.saved_bytes for rung in rungs], [rung.seconds for rung in rungs])
+    return np.where(saved_bytes <= rungs[-1].saved_bytes, layers * seconds, np.inf)

@@ -1,0 +1,114 @@
+"""Fills StageTables from the cost and the memory model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cost.gradient import update_bytes_per_value
+from planner.cost.held import held_values
+from planner.cost.stages import StageCost
+from planner.profile.analytic import PRECISION_BYTES
+from planner.search.exact.choices import StageChoice
+from planner.search.exact.pool import Pool
+from planner.search.exact.replays import Replays
+from planner.search.exact.role import Role
+from planner.search.exact.stage_table import FloatArray, StageTable, without_dominated
+from planner.search.exact.surroundings import Surroundings
+from planner.search.exact.zero import Zero
+
+
+@dataclass(frozen=True)
+class TableMaker:
+    """Everything that the tables of one pool and ZeRO stage have in common."""
+
+    cost: StageCost
+    pool: Pool
+    surroundings: Surroundings
+    replays: Replays
+    zero: Zero
+
+    def table(self, choices: Sequence[StageChoice], *, micro_batch_size: int) -> StageTable:
+        """The table of one micro-batch size, for a single pipeline."""
+        layers = self.cost.model.layers
+        shape = (len(Role), len(choices))
+        forward, backward, gradient, update = (np.zeros((*shape, layers + 1)) for _ in range(4))
+        receive = np.zeros(shape)
+        replay = np.full((*shape, self.replays.max_stages + 1, layers + 1), np.inf)
+        for index, choice in enumerate(choices):
+            for role in Role:
+                forward[role, index], backward[role, index] = self.steps(choice, role)
+                backward[role, index] += self.scatter(choice, role)
+                receive[role, index] = self.surroundings.receive_seconds(choice, sides=role.sides)
+                replay[role, index] = self.replays.of_choice(choice, role, self.zero)
+                gradient[role, index], update[role, index] = self.after(choice, role)
+        table = StageTable(
+            micro_batch_size,
+            layers,
+            tuple(choices),
+            tuple(choice.counts(len(self.pool.kinds)) for choice in choices),
+            forward,
+            backward,
+            receive,
+            replay,
+            gradient,
+            update,
+            after=update,
+            holders=np.array([self.zero.holders(len(choice.rows)) for choice in choices], dtype=float),
+        )
+        return without_dominated(table)
+
+    def steps(self, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward seconds by number of layers: the slowest replica's, each apart."""
+        layers = np.arange(self.cost.model.layers + 1)
+        forward = np.zeros(len(layers))
+        backward = np.zeros(len(layers))
+        for kind, rows in sorted(choice.loads):
+            ends, one = (
+                self.cost.replica_step(
+                    device_type=self.pool.kinds[kind].type,
+                    tp=choice.tp,
+                    rows=rows,
+                    layers=count,
+                    embedding=role.embedding,
+                    head=role.head,
+                )
+                for count in (0, 1)
+            )
+            forward = np.maximum(forward, ends.forward + layers * (one.forward - ends.forward))
+            backward = np.maximum(backward, ends.backward + layers * (one.backward - ends.backward))
+        return forward, backward
+
+    def scatter(self, choice: StageChoice, role: Role) -> FloatArray | float:
+        """ZeRO-2: reducing and scattering a micro-batch's gradients inside the stage, by number of layers."""
+        dp = len(choice.rows)
+        if self.zero.stage < 2 or dp == 1:
+            return 0.0
+        wire = PRECISION_BYTES[self.cost.dtypes.wire]
+        seconds = self.surroundings.replica_byte_seconds(choice)
+        return stage_values(self.cost, choice.tp, role) * (wire * seconds * (dp - 1) / dp)
+
+    def after(self, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
+        """Bytes of gradients of a device that all pipelines reduce (and gather), and the other seconds after
+        the last backward: the optimizer's and what the stage reduces alone; by number of layers."""
+        cost, zero, dp = self.cost, self.zero, len(choice.rows)
+        streaming = max(
+            cost.profile.streaming_seconds(device_type=self.pool.kinds[kind].type, moved_bytes=1.0)
+            for kind in set(choice.kinds)
+        )
+        values = stage_values(cost, choice.tp, role)
+        ways = self.replays.ways(choice.tp, dp, sum(choice.rows), role, zero)
+        update = values * (update_bytes_per_value(cost.dtypes) * streaming / ways)
+        if dp > 1:
+            own = zero.own_bytes_per_value(cost.dtypes) * self.surroundings.replica_byte_seconds(choice)
+            update = update + values * (own * 2 * (dp - 1) / dp)
+        return values * zero.gradient_bytes_per_value(cost.dtypes, dp=dp), update
+
+
+def stage_values(cost: StageCost, tp: int, role: Role) -> FloatArray:
+    """Parameter values of a device of a stage, by number of layers."""
+    none, one = (held_values(cost.model, tp, n, role.embedding, role.head).numel for n in (0, 1))
+    found: FloatArray = none + np.arange(cost.model.layers + 1, dtype=np.float64) * (one - none)
+    return found

@@ -1,0 +1,205 @@
+"""The programs of the exact solver, each against plain enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from planner.search.exact.bound_cells import Cells, least_values
+from planner.search.exact.chains import make_chain
+from planner.search.exact.columns import Box, fullest_chain, least_periods
+from planner.search.exact.envelope import undominated
+from planner.search.exact.knapsack import Knapsack
+from planner.search.exact.linear_program import linear_program
+from planner.search.exact.priced_chains import PricedChains, least_seconds
+from planner.search.exact.sequences import least_sum
+from planner.search.exact.stage_table import StageTable, with_in_flight, without_dominated
+from tests.planner.exact.naive import (
+    after_first,
+    counts_of,
+    every_chain,
+    random_table,
+    stage_seconds,
+)
+
+SEEDS = range(12)
+PRICES = np.array([0.7, 1.1])
+PACES = np.array([1.0, 2.5, 6.0])
+
+
+def naive_value(table: StageTable, stages: int, pace: float, limit: float) -> float:
+    """The least sum of m T / P, the first stage's gradients at that rate, and the price of the devices."""
+    values = [
+        (sum(stage_seconds(table, specs)) + after_first(table, specs)) * table.micro_batch_size / pace
+        + float(np.dot(PRICES, counts_of(table, specs)))
+        for specs in every_chain(table, stages)
+        if max(stage_seconds(table, specs)) <= limit
+    ]
+    return min(values, default=np.inf)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_priced_chains_are_the_cheapest(seed: int) -> None:
+    table = random_table(seed)
+    priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5)
+    for cell, pace in enumerate(PACES):
+        naive = [naive_value(table, stages, pace, pace * 1.5) for stages in (1, 2, 3)]
+        assert priced.values[cell, : priced.known] == pytest.approx(naive[: priced.known])
+        # Beyond the numbers of stages that are known the value is a bound, and none is better than the best.
+        assert (priced.values[cell, priced.known :] <= np.array(naive[priced.known :]) + 1e-9).all()
+        assert priced.values[cell].min() == pytest.approx(min(naive))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_traced_chain_has_the_value_that_was_found(seed: int) -> None:
+    table = random_table(seed)
+    priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5)
+    for cell, stages in zip(*np.nonzero(np.isfinite(priced.values[:, : priced.known])), strict=True):
+        chain = priced.trace(int(cell), int(stages) + 1)
+        assert max(stage_seconds(table, chain.specs)) <= PACES[cell] * 1.5
+        spent = sum(stage_seconds(table, chain.specs)) + after_first(table, chain.specs)
+        cost = float(np.dot(PRICES, counts_of(table, chain.specs)))
+        value = spent * table.micro_batch_size / PACES[cell] + cost
+        assert value == pytest.approx(priced.values[cell, stages])
+        assert sum(layers for _, layers in chain.specs) == table.layers
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_quick_bound_is_below_the_program(seed: int) -> None:
+    table = random_table(seed)
+    priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5, each=0.2)
+    quick = least_seconds(table, table.cost(PRICES), paces=PACES, limits=PACES * 1.5, each=0.2)
+    assert (quick <= priced.seconds.min(axis=1) + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("in_flight", [1, 2, 9])
+def test_cells_bound_every_chain_in_them(seed: int, in_flight: int) -> None:
+    """g of a cell is at most m (W + W') / P + the price of any chain with that period and that W' after it."""
+    table = random_table(seed)
+    low, high = np.array([0.5, 1.0, 2.0, 4.0]), np.array([1.0, 2.0, 4.0, 9.0])
+    middle = 1.0
+    cells = Cells(
+        np.tile(low, 2), np.tile(high, 2), np.repeat([0.0, middle], 4), np.repeat([middle, np.inf], 4)
+    )
+    few = with_in_flight(table, in_flight)
+    values = least_values(few, few.cost(PRICES), cells, stages=(1, 3))
+    checked = 0
+    for stages in (1, 2, 3):
+        for specs in every_chain(table, stages):
+            chain, seconds = make_chain(table, specs), stage_seconds(table, specs)
+            period = max(seconds)
+            left = chain.pace.fill_seconds - sum(seconds)
+            cost = float(np.dot(PRICES, counts_of(table, specs)))
+            inside = (cells.low <= period) & (period <= cells.high)
+            inside &= (cells.after_low <= left) & (left <= cells.after_high)
+            for cell in np.flatnonzero(inside):
+                rate = table.micro_batch_size / cells.low[cell]
+                assert values[cell, stages - 1] <= (sum(seconds) + left) * rate + cost + 1e-9
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("counts", [(2, 2), (3, 2), (1, 4)])
+def test_columns_hold_the_model_from_the_least_period_on(seed: int, counts: tuple[int, int]) -> None:
+    table, box = random_table(seed), Box(counts, 1)
+    periods = np.geomspace(0.5, 12, 40)
+    index = least_periods(table, box, periods=periods, max_stages=3)
+    for stages in (1, 2, 3):
+        naive = min(
+            (
+                max(stage_seconds(table, s))
+                for s in every_chain(table, stages)
+                if counts_of(table, s) == counts
+            ),
+            default=np.inf,
+        )
+        found = int(index[(stages - 1, *counts)])
+        assert found <= np.searchsorted(periods, naive)
+        if found < len(periods):
+            specs = fullest_chain(table, box, stages=stages, period=float(periods[found]))
+            assert specs is not None
+            assert counts_of(table, tuple(specs)) == counts
+            assert sum(layers for _, layers in specs) >= table.layers
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("period", [2.0, 4.0, 9.0])
+def test_the_least_sum_on_given_devices(seed: int, period: float) -> None:
+    table, counts = random_table(seed), (2, 2)
+    for stages in (1, 2, 3):
+        naive = min(
+            (
+                sum(stage_seconds(table, specs)) + after_first(table, specs)
+                for specs in every_chain(table, stages)
+                if counts_of(table, specs) == counts and max(stage_seconds(table, specs)) <= period
+            ),
+            default=None,
+        )
+        chain = least_sum(table, Box(counts, 1), stages=stages, period=period)
+        if naive is None:
+            assert chain is None
+            continue
+        assert chain is not None
+        found = sum(stage_seconds(table, chain.specs)) + after_first(table, chain.specs)
+        assert found == pytest.approx(naive)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("second", [False, True])
+def test_the_cheapest_choice_is_among_the_undominated(seed: int, second: bool) -> None:
+    """At any rate, and any limits of seconds and of the other figure."""
+    draw = np.random.default_rng(seed)
+    price = np.sort(draw.integers(0, 9, 14) / 4)
+    seconds, other = draw.integers(1, 12, (2, 14, 5)) / 3
+    seconds[draw.random((14, 5)) < 0.2] = np.inf
+    ranked = undominated(seconds, other if second else None)
+    for rate, limit, room in draw.uniform(0.1, 5, (60, 3)):
+        allowed = (seconds <= limit) & ((other <= room) | (not second))
+        weights = np.where(allowed, seconds * rate + price[:, None], np.inf)
+        kept = np.take_along_axis(weights, ranked, axis=0)
+        assert (kept.min(axis=0) == weights.min(axis=0)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leaving_dominated_choices_out_costs_nothing(seed: int) -> None:
+    table = random_table(seed)
+    # A second choice of the same devices that is worse in every way.
+    worse = table.kept([0, 0, 1, 2, 3])
+    worse.forward[:, 1] += 0.1
+    fewer = without_dominated(worse)
+    assert fewer.choices == table.choices
+    one, other = (PricedChains(t, PRICES, paces=PACES, limits=PACES) for t in (table, fewer))
+    assert one.values == pytest.approx(other.values)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("most", [1, 3, 50])
+def test_the_knapsack_is_that_of_enumeration(seed: int, most: int) -> None:
+    draw = np.random.default_rng(seed)
+    limits = (4, 3)
+    items = [tuple(map(int, item)) for item in draw.integers(0, 4, (5, 2)) if item.any()]
+    worth = [int(value) for value in draw.integers(1, 40, len(items))]
+    total, taken = Knapsack(limits, items, worth).best(most)
+    best = 0
+    for copies in itertools.product(range(5), repeat=len(items)):
+        used = [sum(n * item[k] for n, item in zip(copies, items, strict=True)) for k in (0, 1)]
+        if sum(copies) <= most and all(u <= limit for u, limit in zip(used, limits, strict=True)):
+            best = max(best, sum(n * value for n, value in zip(copies, worth, strict=True)))
+    assert total == best
+    assert sum(worth[i] for i in taken) >= total
+    assert len(taken) <= most
+    assert all(sum(items[i][k] for i in taken) <= limits[k] for k in (0, 1))
+
+
+def test_prices_of_the_linear_program_are_worth_what_is_there() -> None:
+    columns = np.array([[1.0, 0.0, 1.0], [0.0, 2.0, 1.0], [1.0, 1.0, 1.0]])
+    worth, limits = np.array([3.0, 4.0, 6.0]), np.array([4.0, 4.0, 3.0])
+    found = linear_program(columns, worth, limits)
+    assert found.prices @ limits == pytest.approx(found.worth)
+    # No column is worth more than what it uses.
+    assert (columns @ found.prices >= worth - 1e-9).all()
+    assert (found.amounts @ columns <= limits + 1e-9).all()

@@ -1,0 +1,67 @@
+"""The planning benchmarks run, end with a JSON line, and say what they skip."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planner.profile.sources import write_operators
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(program: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / program), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    *table, last = done.stdout.splitlines()
+    return "\n".join(table), json.loads(last)
+
+
+@pytest.mark.slow
+def test_table_2_shows_plan_bound_and_peers() -> None:
+    shown, result = run("table2.py", "--models", "gpt3-350m", "--clusters", "B2/B3", "--peers", "uniform")
+    (row,) = result["rows"]
+    assert row["pair"] == "B2/B3" and row["devices"] == 4
+    assert row["lower_bound_seconds"] <= row["iteration_seconds"] >= row["ideal_seconds"] * 0.99
+    (peer,) = row["peers"]
+    assert peer["ratio"] >= 1 - 1e-9 and result["least_ratio"] == {"uniform": peer["ratio"]}
+    assert f"{row['iteration_seconds']:.3f}s" in shown
+
+
+@pytest.mark.slow
+def test_growth_is_plotted_in_characters() -> None:
+    shown, result = run("planner_growth.py", "--model", "gpt3-350m", "--devices", "24")
+    assert [row["devices"] for row in result["rows"]] == [24]
+    assert result["seconds_at_8192"] is None
+    plot = shown.splitlines()[3:]
+    assert any("p" in line.split("|")[-1] for line in plot if "|" in line) and "24 devices" in shown
+
+
+@pytest.mark.slow
+def test_imported_times_are_planned_with(tmp_path: Path) -> None:
+    for folder in ("v100", "ascend64"):
+        write_operators(tmp_path / folder)
+    shown, result = run(
+        "imported_profiles.py", "--profiles-root", str(tmp_path), "--models", "gpt3-1.3b", "--peers", "metis"
+    )
+    (row,) = result["rows"]
+    assert row["cluster"] == "8 x V100-32, 8 x 910B2" and row["iteration_seconds"] > 0
+    assert "gpt3-1.3b" in shown
+
+
+def test_without_profiles_there_is_nothing_to_plan_with(tmp_path: Path) -> None:
+    shown, result = run("imported_profiles.py", "--profiles-root", str(tmp_path / "none"))
+    assert result == {"benchmark": "imported_profiles", "skipped": True} and "absent" in shown
