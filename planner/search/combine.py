@@ -38,16 +38,20 @@ def combine(
     *,
     global_batch_size: int,
     equal: bool,
+    every: bool = False,
 ) -> list[Combination]:
     """The options and samples that end soonest, and those that do with what comes after counted.
 
-    Empty if some pipeline would get no sample, one if both are the same.
+    Empty if some pipeline would get no sample, one if both are the same. With `every` one that would get none
+    takes a micro-batch all the same: the others may not fit without its share of the optimizer state.
     """
     if len(compositions) > global_batch_size:
         return []
     found: dict[Combination, None] = {}
     for after in (False, True):
-        combination = _combination(compositions, options, global_batch_size, equal=equal, after=after)
+        combination = _combination(
+            compositions, options, global_batch_size, equal=equal, every=every, after=after
+        )
         if combination is not None:
             found[combination] = None
     return list(found)
@@ -68,6 +72,7 @@ def _combination(
     global_batch_size: int,
     *,
     equal: bool,
+    every: bool,
     after: bool,
 ) -> Combination | None:
     count = len(compositions)
@@ -85,9 +90,26 @@ def _combination(
         chosen = _quickest_options(options, global_batch_size, lag)
         # Blocks start when all pipelines are ready, so it is the backwards' ends that are balanced.
         samples = allocate([choice.pace for choice in chosen], global_batch_size=global_batch_size)
+        if every:
+            samples = _with_every(chosen, samples)
     if min(samples) < 1:
         return None
     return Combination(tuple(compositions), tuple(chosen), tuple(samples))
+
+
+def _with_every(chosen: Sequence[PipelineChoice], samples: Sequence[int]) -> list[int]:
+    """A micro-batch for each pipeline without, from those that end last and keep a sample."""
+    samples = list(samples)
+    for index, choice in enumerate(chosen):
+        if samples[index] < 1:
+            donor = max(
+                (other for other in range(len(chosen)) if samples[other] > 1),
+                key=lambda other: chosen[other].end_seconds(samples[other]),
+            )
+            taken = min(choice.pace.micro_batch_size, samples[donor] - 1)
+            samples[donor] -= taken
+            samples[index] += taken
+    return samples
 
 
 def _quickest_options(

@@ -112,6 +112,7 @@ class GridSearch:
                 [self._first[c] for c in group],
                 global_batch_size=self._batch,
                 equal=self._equal,
+                every=self._fewest_pipelines > 1,
             ):
                 found.append((combination.estimated_seconds, combination))
                 if combination.estimated_seconds < best_estimate:

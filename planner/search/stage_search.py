@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -157,7 +158,7 @@ class StageSearch:
     def _worth_trying(self, options: list[StageOption]) -> list[StageOption]:
         kept: list[StageOption] = []
         for tp in sorted({option.tp for option in options}):
-            rooms: list[tuple[int, int]] = []
+            rooms: list[tuple[int, ...]] = []
             ordered = sorted(
                 (option for option in options if option.tp == tp),
                 key=lambda option: self.table(option, embedding=False, head=False).seconds[1],
@@ -165,9 +166,10 @@ class StageSearch:
             for option in ordered:
                 room = (
                     self.cap(option, embedding=False, head=False, in_flight=1),
-                    self.cap(option, embedding=True, head=True, in_flight=4),
+                    self.cap(option, embedding=True, head=False, in_flight=4),
+                    self.cap(option, embedding=True, head=True, in_flight=1),
                 )
-                if all(room[0] > other[0] or room[1] > other[1] for other in rooms):
+                if all(any(map(operator.gt, room, other)) for other in rooms):
                     rooms.append(room)
                     kept.append(option)
         return kept

@@ -145,7 +145,6 @@ class ExactSolver:
                 found = ask(best)
                 if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
                     best = found
-                    self._progress(f"found {best.seconds:.4g} s an iteration")
                 if best is not None and self._stop():
                     return best
         return best
@@ -154,7 +153,7 @@ class ExactSolver:
         samples = self.request.global_batch_size
         return Budget(pool.counts, samples, min(pool.devices, samples))
 
-    def _asks(self, pool: Pool) -> Iterator[Callable[[Solution | None], Solution | None]]:
+    def _asks(self, pool: Pool) -> Iterator[_Ask]:
         """A search for each ZeRO stage, and each assumption of how many pipelines share a gradient."""
         few = pool.devices <= _FEW_DEVICES
         stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
@@ -176,6 +175,8 @@ class ExactSolver:
         """The best for one assumption; None if nothing fits, or nothing can beat the best so far."""
         if zero_stage == 2 and best is not None and not recomputes(best.plan):
             return None
+        so_far = f", {best.seconds:.4g} s an iteration so far" if best else ""
+        self._progress(f"searching pipelines at ZeRO-{zero_stage}{so_far}")
         expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
         budget = self.budget(pool)
         if sharing < _SHARING:

@@ -27,6 +27,8 @@ from planner.search.shortlist import Offer, ignore
 
 # Clusters that complete enumeration plans in about a second.
 _ENUMERATED_DEVICES = 6
+# Those of which it also looks at recomputation and ZeRO in that time.
+_ENUMERATED_WITH_SAVERS = 4
 
 
 @dataclass
@@ -57,7 +59,14 @@ def plan(
         raise cannot_fit(request, profile=profile)
     if solution is None or len(request.cluster.devices) <= _ENUMERATED_DEVICES:
         # Raises the error that says what is missing if nothing fits.
-        enumerated = enumerate_hpp.plan(request, profile=profile, progress=progress)
+        few = len(request.cluster.devices) <= _ENUMERATED_WITH_SAVERS
+        enumerated = enumerate_hpp.plan(
+            request,
+            profile=profile,
+            progress=progress,
+            recompute="all-or-none" if few and request.recompute else "none",
+            zero_stages=request.zero_stages if few else request.zero_stages[:1],
+        )
         statistics |= enumerated.search or {}
         found.append(with_prediction(enumerated, profile=profile))
     best = min(found, key=iteration_seconds)
