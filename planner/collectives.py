@@ -96,23 +96,17 @@ def reduction_seconds(
 
 
 def half_seconds(
-    reduction: Reduction, links: Links, members: Sequence[Device], *, message_bytes: float, ring: Ring
+    reduction: Reduction, members: Sequence[Device], *, message_bytes: float, ring: Ring
 ) -> float:
     """Seconds of reducing a message so that each member has its equal shard of the sum; or, the same way
-    back, of gathering one from shards. Two such halves are an all-reduce.
+    back, of gathering one from shards. Two such halves are an all-reduce in slices, or a ring over all.
 
-    `message_bytes` are those of the whole message. Leaders also hand the shards of their nodes out.
+    `message_bytes` are those of the whole message. Nodes of unlike sizes, which all-reduce by their leaders,
+    have no equal slices: there shards are cut over all members at once.
     """
-    half = reduction_seconds(reduction, links, members, message_bytes=message_bytes, ring=ring) / 2
-    if reduction.algorithm != "leader":
-        return half
-    shard = message_bytes / len(members)
-    hand_out = 0.0
-    for node in reduction.nodes:
-        if len(node) > 1:
-            link = _slowest(links, [members[i] for i in node], shard)
-            hand_out = max(hand_out, (len(node) - 1) * link.seconds(shard))
-    return half + hand_out
+    if reduction.algorithm == "slices":
+        return _slices_seconds(members, reduction.nodes, message_bytes, ring) / 2
+    return ring(members, message_bytes) / 2 if len(members) > 1 else 0.0
 
 
 def _slices_seconds(

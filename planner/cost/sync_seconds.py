@@ -120,7 +120,7 @@ class SyncSeconds:
         if len(members) < 2:
             return 0.0
         reduction = choose_reduction(self._links, members, numel=numel, element_bytes=width)
-        return half_seconds(reduction, self._links, members, message_bytes=numel * width, ring=self._ring)
+        return half_seconds(reduction, members, message_bytes=numel * width, ring=self._ring)
 
     def _ring(self, members: Sequence[Device], message_bytes: float) -> float:
         measured = self._measured(members, message_bytes)
