@@ -188,7 +188,7 @@ class Variant:
         held = Intervals.of(table).below(upper, prices)
         # At an endless pace seconds cost nothing.
         free = PricedChains(table, prices.per_device, paces=np.array([1e30]), limits=np.array([np.inf]))
-        values = held.priced(prices).values if held.low.size else np.zeros((0, table.max_stages))
+        values = held.priced(prices, below=upper).values if held.low.size else np.zeros((0, table.max_stages))
         useful = np.isfinite(values).any(axis=1)
         count = int(useful.sum())
         cells = Cells(held.low[useful], held.high[useful], np.zeros(count), np.full(count, np.inf))

@@ -58,7 +58,9 @@ class _SinglePipeline:
         self.groups: list[_Cell] = []
         if not low.size:
             return
-        values = PricedChains(few, prices.per_device, paces=low, limits=high).values
+        # What ends no sooner than the upper bound need not be known.
+        enough = (upper / low - (self._micro_batches - 1)) * self._size + self._devices
+        values = PricedChains(few, prices.per_device, paces=low, limits=high, enough=enough).values
         least = np.zeros(few.max_stages) if box is None else _least_periods(few, box, low, high)
         cells = Cells(low, high, np.zeros(len(low)), np.full(len(low), np.inf))
         cost = few.cost(prices.per_device)

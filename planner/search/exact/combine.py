@@ -114,10 +114,8 @@ def make_columns(
     shapes: list[Shape] = []
     for held in intervals:
         periods = _periods(held)
-        priced = PricedChains(
-            held.table, prices.per_device, paces=periods, limits=periods, each=prices.per_pipeline
-        )
         limit = np.inf if every else prices.seconds * _SHAPE_SLACK
+        priced = Intervals(held.table, periods, periods).priced(prices, below=limit)
         good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
         if good.size == 0:
             continue

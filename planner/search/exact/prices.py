@@ -115,9 +115,16 @@ class Intervals:
         )
         return Intervals(self.table, self.low[least < seconds], self.high[least < seconds])
 
-    def priced(self, prices: DevicePrices) -> PricedChains:
+    def priced(self, prices: DevicePrices, *, below: float = np.inf) -> PricedChains:
+        """The best chains; those that end what they cost no sooner than `below` need not be known."""
+        enough = self.table.micro_batch_size * (below / self.low + 1) - prices.per_pipeline
         return PricedChains(
-            self.table, prices.per_device, paces=self.low, limits=self.high, each=prices.per_pipeline
+            self.table,
+            prices.per_device,
+            paces=self.low,
+            limits=self.high,
+            each=prices.per_pipeline,
+            enough=enough if np.isfinite(below) else None,
         )
 
     def kept(self, which: npt.NDArray[np.bool_], split: npt.NDArray[np.bool_]) -> Intervals:
@@ -166,7 +173,7 @@ def find_prices(
             held = whole.below(prices.seconds * near, prices)
             if not held.low.size:
                 continue
-            priced = held.priced(prices)
+            priced = held.priced(prices, below=prices.seconds * near)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
             new += _add_best(priced, pool, below=prices.seconds)
@@ -187,7 +194,7 @@ def _promising(tables: Sequence[StageTable], prices: DevicePrices) -> Iterator[I
     for table in tables:
         held = Intervals.of(table).below(prices.seconds * _ROUGH, prices)
         if held.low.size:
-            least = held.priced(prices).seconds.min(axis=1, initial=np.inf)
+            least = held.priced(prices, below=prices.seconds * _ROUGH).seconds.min(axis=1, initial=np.inf)
             near = least < prices.seconds * _ROUGH
             if near.any():
                 yield held.kept(near, np.zeros_like(near))

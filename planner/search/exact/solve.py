@@ -55,6 +55,8 @@ _TIE = 1e-6
 _CLOSE = 3e-3
 # Micro-batch sizes of which columns are made, those whose chains price best.
 _SIZES = 3
+# Beyond this many times the priced time, chains need not be told apart.
+_FAR = 1.1
 _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 # Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
 _MANY_SETS_DEVICES = 32
@@ -339,7 +341,7 @@ def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
     """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
     if sum(budget.counts) <= _MANY_SETS_DEVICES:
         return priced.intervals
-    best = [float(held.priced(priced.prices).seconds.min()) for held in priced.intervals]
+    best = [float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min()) for held in priced.intervals]
     order = sorted(range(len(best)), key=lambda index: best[index])[:_SIZES]
     return [priced.intervals[index] for index in sorted(order)]
 
