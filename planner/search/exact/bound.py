@@ -34,6 +34,7 @@ from planner.search.exact.bound_single import single_pipeline_seconds
 from planner.search.exact.columns import Box
 from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
 RELAXATIONS = (
@@ -157,9 +158,7 @@ class Part:
             each = self.prices.per_pipeline
             seconds = cells.low * ((values.min(axis=1) + each) / table.micro_batch_size - 1)
             cells, values = cells.chosen(seconds < self.upper), values[seconds < self.upper]
-        return Group(
-            table, table.cost(self.prices.per_device), stages, cells, values, micro_batches, cheapest
-        )
+        return Group(table, variant.ranking, stages, cells, values, micro_batches, cheapest)
 
     def _variant(self, index: int, in_flight: int) -> Variant:
         key = (index, in_flight)
@@ -179,6 +178,7 @@ class Variant:
     """
 
     table: StageTable
+    ranking: Ranking
     cells: Cells
     values: FloatArray
     costs: FloatArray
@@ -192,7 +192,8 @@ class Variant:
         useful = np.isfinite(values).any(axis=1)
         count = int(useful.sum())
         cells = Cells(held.low[useful], held.high[useful], np.zeros(count), np.full(count, np.inf))
-        return cls(table, cells, values[useful], free.values[0] + prices.per_pipeline)
+        ranking = Ranking(table, table.cost(prices.per_device))
+        return cls(table, ranking, cells, values[useful], free.values[0] + prices.per_pipeline)
 
 
 def _micro_batch_ranges(most_stages: int) -> Iterator[tuple[int, float]]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
-from planner.search.exact.envelope import undominated
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 _CHUNK = 64
-# Of so few cells all choices are looked at.
-_FEW_CELLS = 6
+# Stands for infinite where that is multiplied by none.
+_MUCH = 1e300
 # Cells that are done are left out once they are this share.
 _DONE = 0.2
 
@@ -61,13 +61,17 @@ class PricedChains:
 
     def _run(self, enough: FloatArray | None) -> None:
         layers, last = self.table.layers, self.table.max_stages
+        # What the layers that are left cost at least, by layers held.
+        ahead = np.zeros((len(self.paces), layers + 1))
+        if enough is not None:
+            ahead += np.minimum(self._weights.least_layer(), _MUCH)[:, None] * np.arange(layers, -1, -1)
         self.values[:, 0] = self._weights.of(Role.SINGLE, 1)[:, layers]
         held, cells = self._weights.of(Role.LAST, 1), np.arange(len(self.paces))
         for position in range(2, last + 1):
             # What more stages cost only grows, so a cell whose every state costs enough is done.
-            least = held.min(axis=1)
+            least = (held + ahead[cells]).min(axis=1)
             done = least >= (self.values[cells].min(axis=1) if enough is None else enough[cells])
-            if done.all() or done.sum() > _DONE * len(cells):
+            if done.all() or (enough is not None and done.sum() > _DONE * len(cells)):
                 self.values[cells[done], position - 1 :] = least[done, None]
                 held, cells = held[~done], cells[~done]
             if not len(cells):
@@ -103,6 +107,13 @@ def least_seconds(
 ) -> FloatArray:
     """A bound of `PricedChains.seconds` by cell that takes no program: every layer on the stage that does a
     layer cheapest. `cost` is the price of each choice of the table."""
+    best = least_layer(table, cost, paces=paces, limits=limits)
+    found: FloatArray = paces * ((best * table.layers + each) / table.micro_batch_size - 1)
+    return found
+
+
+def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limits: FloatArray) -> FloatArray:
+    """What a layer costs at least by cell, as part of any stage with as few micro-batches in flight as can be."""
     rate = table.micro_batch_size / paces
     layers = np.arange(1, table.layers + 1)
     best = np.full(len(paces), np.inf)
@@ -114,8 +125,7 @@ def least_seconds(
             sums = each_layer[:, None] * rate[cells, None] + price[:, None]
             sums[seconds[:, None] > limits[cells, None]] = np.inf
             best[cells] = np.minimum(best[cells], sums.min(axis=(0, 2), initial=np.inf))
-    found: FloatArray = paces * ((best * table.layers + each) / table.micro_batch_size - 1)
-    return found
+    return best
 
 
 def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
@@ -135,14 +145,16 @@ class _Weights:
         self._table = table
         self._cost = table.cost(prices)
         self._rate = table.micro_batch_size / paces
-        self._limits = limits
+        self._paces, self._limits = paces, limits
         # No cell has room for more layers than this.
         within = (table.least <= limits.max(initial=0.0)).any(axis=(0, 1))
         self.most = int(np.flatnonzero(within).max(initial=0))
-        # By price, without those that cost without end.
-        order = np.argsort(self._cost, kind="stable")
-        self._order = order[np.isfinite(self._cost[order])]
+        self._ranking = Ranking(table, self._cost)
         self._known: dict[tuple[Role, int], FloatArray] = {}
+
+    def least_layer(self) -> FloatArray:
+        """By cell, infinite where no stage holds any."""
+        return least_layer(self._table, self._cost, paces=self._paces, limits=self._limits)
 
     def of(self, role: Role, position: int, cells: IntArray | None = None) -> FloatArray:
         """[cell, layers], of some cells or all; infinite where no choice fits in memory and within the limit."""
@@ -169,16 +181,8 @@ class _Weights:
 
     def _choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
         """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
-        table, order, upto = self._table, self._order, self.most + 1
-        seconds = table.seconds_at(role, position)[order, :upto]
-        spent = seconds + table.after[role, order, :upto] if role.embedding else seconds
-        choices = np.broadcast_to(order[:, None], seconds.shape)
-        # Looking for the dominated pays where many cells are spared them.
-        if len(cells) > _FEW_CELLS:
-            ranked = undominated(seconds, spent if role.embedding else None)
-            choices = order[ranked]
-            seconds = np.take_along_axis(seconds, ranked, axis=0)
-            spent = np.take_along_axis(spent, ranked, axis=0)
-        weights: FloatArray = spent[:, None] * self._rate[cells, None] + self._cost[choices][:, None]
-        weights[seconds[:, None] > self._limits[cells, None]] = np.inf
-        return weights, choices
+        ranked = self._ranking.of(role, position, upto=self.most + 1, by_after=role.embedding)
+        spent = ranked.seconds + ranked.after if role.embedding else ranked.seconds
+        weights: FloatArray = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
+        weights[ranked.seconds[:, None] > self._limits[cells, None]] = np.inf
+        return weights, ranked.choices

@@ -341,7 +341,10 @@ def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
     """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
     if sum(budget.counts) <= _MANY_SETS_DEVICES:
         return priced.intervals
-    best = [float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min()) for held in priced.intervals]
+    best = [
+        float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min())
+        for held in priced.intervals
+    ]
     order = sorted(range(len(best)), key=lambda index: best[index])[:_SIZES]
     return [priced.intervals[index] for index in sorted(order)]
 
