@@ -60,11 +60,22 @@ class ChainPool:
         return True
 
     def with_tables(self, tables: Sequence[StageTable]) -> ChainPool:
-        """The same chains with the figures of other tables of the same choices."""
-        by_size = {table.micro_batch_size: table for table in tables}
+        """The same chains with the figures of other tables; without those that these do not have or that do not
+        fit."""
+        known = {
+            (table.micro_batch_size, choice): (table, index)
+            for table in tables
+            for index, choice in enumerate(table.choices)
+        }
         pool = ChainPool()
         for chain in self.chains:
-            pool.add(make_chain(by_size[chain.micro_batch_size], chain.specs))
+            held = [known.get((chain.micro_batch_size, stage.choice)) for stage in chain.stages]
+            if all(held):
+                table = held[0][0]
+                specs = [(one[1], stage.layers) for one, stage in zip(held, chain.stages, strict=True)]
+                moved = make_chain(table, specs)
+                if np.isfinite(moved.pace.fill_seconds):
+                    pool.add(moved)
         return pool
 
     def figures(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -158,10 +169,16 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
 
 
 def find_prices(
-    tables: Sequence[StageTable], pool: ChainPool, budget: Budget, *, rounds: int, close: float
-) -> Priced:
+    tables: Sequence[StageTable],
+    pool: ChainPool,
+    budget: Budget,
+    *,
+    rounds: int,
+    close: float,
+    goal: float = np.inf,
+) -> Priced | None:
     """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the
-    way."""
+    way. None once fractions of chains are found to take no less than `goal`."""
     intervals = [Intervals.of(table) for table in tables]
     guess = first_prices(tables, budget)
     prices = solve_prices(pool, budget, guess=guess)
@@ -181,11 +198,15 @@ def find_prices(
             split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
             nearer.append(held.kept(least < prices.seconds * near, split))
         intervals = [held for held in nearer if held.low.size]
+        if min(best, prices.seconds * near) >= goal:
+            return None
         idle = 0 if new else idle + 1
         if idle == 2 or best >= prices.seconds * (1 - close):
             break
         if new:
             prices = solve_prices(pool, budget, guess=guess)
+    if prices.seconds * (1 - close) >= goal:
+        return None
     return Priced(prices, pool, list(_promising(tables, prices)))
 
 
