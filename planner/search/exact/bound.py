@@ -50,6 +50,8 @@ RELAXATIONS = (
 
 # Cells this close to the lowest are cut with it.
 _NEAR = 1.01
+# Count vectors of the largest cluster for which the periods of a single pipeline are looked up by its devices.
+_MOST_HELD = 1_200
 
 
 def lower_bound(
@@ -66,7 +68,8 @@ def lower_bound(
     """
     box = Box(budget.counts, 1)
     small = box if box.cells <= MOST_CELLS else None
-    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=small)
+    held = box if box.cells <= _MOST_HELD else None
+    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=held)
     if budget.pipelines > 1:
         part = Part(tables(2), budget, prices(budget.pipelines), found, whole=small is not None)
         seconds = part.fractional()
