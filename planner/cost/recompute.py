@@ -228,15 +228,15 @@ def _split_seconds(
     """The least seconds, by place of a table that needs so many bytes."""
     others = np.maximum(layers - 1, 0)
     weights = in_flight * others, (in_flight - 1) * (layers > 0)
-    least = np.full(need.shape, np.inf)
     one = (layers > 0).astype(float)
-    for corner in (rung.saved_bytes for rung in rungs):
-        at_corner = _hull_seconds(np.array(corner), np.array(1.0), rungs)
-        x = _solved(need - weights[1] * corner, weights[0])
-        y = _solved(need - weights[0] * corner, weights[1])
-        least = np.minimum(least, _hull_seconds(x, others, rungs) + one * at_corner)
-        least = np.minimum(least, others * at_corner + _hull_seconds(y, one, rungs))
-    return least
+    corners = np.array([[rung.saved_bytes] for rung in rungs])
+    seconds = np.array([[rung.seconds] for rung in rungs])
+    x = _solved(need - weights[1] * corners, weights[0])
+    y = _solved(need - weights[0] * corners, weights[1])
+    least = np.minimum(
+        _hull_seconds(x, others, rungs) + one * seconds, others * seconds + _hull_seconds(y, one, rungs)
+    )
+    return least.min(axis=0)
 
 
 def _solved(need: FloatArray, weight: FloatArray) -> FloatArray:
