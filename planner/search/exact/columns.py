@@ -18,6 +18,8 @@ from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 # "No way to do it": stays below zero whatever one more stage adds, and 16 bits hold it.
 _NONE = -10_000
+# Periods that are looked at together in search of the first that is long enough.
+_TRIED_PERIODS = 6
 Layers = npt.NDArray[np.signedinteger]
 
 
@@ -111,6 +113,34 @@ def _extend(
         source = tuple(slice(None, size - count) for count, size in zip(counts, box.shape, strict=True))
         np.maximum(result[into], held[source] + layers, out=result[into])
     return np.maximum(result, np.int16(_NONE))
+
+
+def first_period(table: StageTable, box: Box, *, stages: int, periods: FloatArray) -> int | None:
+    """Index of the first of the ascending `periods` at which so many stages on exactly the devices `box.size` hold
+    the model; None if there is none."""
+    low, high = 0, len(periods)
+    # Longer periods never hold less, so a few of those that are left at a time are enough.
+    while low < high:
+        tried = np.unique(np.linspace(low, high - 1, min(_TRIED_PERIODS, high - low)).astype(int))
+        enough = _most_layers(table, box, stages, periods[tried]) >= table.layers
+        if not enough.any():
+            low = int(tried[-1]) + 1
+            continue
+        first = int(enough.argmax())
+        low, high = (int(tried[first - 1]) + 1 if first else low), int(tried[first])
+    return high if high < len(periods) else None
+
+
+def _most_layers(table: StageTable, box: Box, stages: int, periods: FloatArray) -> Layers:
+    """On exactly the devices `box.size`, by period."""
+    steps = box.steps(table)
+    held: Layers | None = None
+    for position in range(1, stages + 1):
+        role = role_of(position=position, stages=stages)
+        held = _extend(steps, periods, table, role, position, held, box)
+    assert held is not None
+    found: Layers = held[tuple(size - 1 for size in box.shape)]
+    return found
 
 
 def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) -> list[tuple[int, int]] | None:
