@@ -28,7 +28,7 @@ from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 _SHAPE_SLACK = 1.12
 _PERIOD_RATIO = 1.01
 _MOST_PERIODS = 48
-_ITEMS = 250
+_ITEMS = 150
 _MAKING_ROUNDS = 20
 # Count vectors of a single pipeline that are tried beside the best.
 _ALONE = 4
@@ -219,7 +219,9 @@ class Combiner:
             return
         yield self._chains(*best)
         found = [best]
-        for pipelines in range(1, min(most, self.budget.pipelines) + 1):
+        # Among many devices a single pipeline is another search's: it shares its gradients with none.
+        fewest = 1 if others or self.budget.pipelines == 1 else 2
+        for pipelines in range(fewest, min(most, self.budget.pipelines) + 1):
             if pipelines != len(best[1]) and (one := self._least(pipelines)) is not None:
                 found.append(one)
                 yield self._chains(*one)
