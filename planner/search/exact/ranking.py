@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.search.exact.envelope import undominated
 from planner.search.exact.role import Role
@@ -30,7 +31,7 @@ class Ranking:
         self._table, self._cost = table, cost
         order = np.argsort(cost, kind="stable")
         self._order = order[np.isfinite(cost[order])]
-        self._known: dict[tuple[Role, bool], tuple[IntArray, FloatArray, FloatArray, FloatArray]] = {}
+        self._known: dict[tuple[Role, bool], tuple[npt.NDArray[np.int32], FloatArray]] = {}
 
     def of(self, role: Role, position: int, *, upto: int, by_after: bool) -> Ranked:
         """Choices that hold fewer than `upto` layers; `by_after`: seconds after the last backward count too."""
@@ -38,29 +39,25 @@ class Ranking:
         if key not in self._known:
             self._known[key] = self._ranked(role, by_after)
         # Single and last stages have but one position.
-        row = 0 if role.head else min(position, self._table.in_flight) - 2
-        choices, cost, seconds, after = self._known[key]
-        at = (slice(None), max(row, 0), slice(upto))
-        return Ranked(choices[at], cost[at], seconds[at], after[at])
+        row = 0 if role.head else max(min(position, self._table.in_flight) - 2, 0)
+        ranked, seconds = self._known[key]
+        choices = ranked[:, row, :upto].astype(np.int64)
+        after = self._table.after[role][choices, np.arange(choices.shape[1])]
+        return Ranked(choices, self._cost[choices], seconds[:, row, :upto], after)
 
-    def _ranked(self, role: Role, by_after: bool) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
-        """The fields of `Ranked` with positions between: [rank, position, layers]."""
+    def _ranked(self, role: Role, by_after: bool) -> tuple[npt.NDArray[np.int32], FloatArray]:
+        """(choices, seconds): [rank, position, layers]."""
         table, order = self._table, self._order
-        last = min(table.max_stages, max(table.in_flight, 2))
-        positions = np.array([1] if role.head else range(2, max(last, 2) + 1))
+        last = max(min(table.max_stages, table.in_flight), 2)
+        positions = np.array([1] if role.head else range(2, last + 1))
         held = np.minimum(np.minimum(positions, table.in_flight), table.max_stages)
         seconds = (table.plain[role][order, None] + table.replay[role][order][:, held]).reshape(
             len(order), -1
         )
-        after = np.repeat(table.after[role][order, None], len(positions), axis=1).reshape(seconds.shape)
-        ranked = undominated(seconds, after if by_after else None)
+        after = None
+        if by_after:
+            after = np.repeat(table.after[role][order, None], len(positions), axis=1).reshape(seconds.shape)
+        ranked = undominated(seconds, after)
         shape = (len(ranked), len(positions), table.layers + 1)
-        choices = order[ranked]
         seconds = np.take_along_axis(seconds, ranked, axis=0)
-        after = np.take_along_axis(after, ranked, axis=0)
-        return (
-            choices.reshape(shape),
-            self._cost[choices].reshape(shape),
-            seconds.reshape(shape),
-            after.reshape(shape),
-        )
+        return order[ranked].astype(np.int32).reshape(shape), seconds.reshape(shape)
