@@ -107,14 +107,12 @@ def _extend(
         if (layers < 0).all():
             continue
         if held is None:
-            at = (slice(None), *counts)
+            at: tuple[slice | int, ...] = (slice(None), *counts)
             result[at] = np.maximum(result[at], layers)
             continue
-        into = (slice(None), *(slice(count, None) for count in counts))
-        source = (
-            slice(None),
-            *(slice(None, size - count) for count, size in zip(counts, box.shape, strict=True)),
-        )
+        into: tuple[slice, ...] = (slice(None), *(slice(count, None) for count in counts))
+        room = (slice(None, size - count) for count, size in zip(counts, box.shape, strict=True))
+        source: tuple[slice, ...] = (slice(None), *room)
         layers = layers.reshape(-1, *[1] * len(counts))
         np.maximum(result[into], held[source] + layers, out=result[into])
     return np.maximum(result, np.int16(_NONE))
@@ -144,7 +142,8 @@ def _most_layers(table: StageTable, box: Box, stages: int, periods: FloatArray) 
         role = role_of(position=position, stages=stages)
         held = _extend(steps, periods, table, role, position, held, box)
     assert held is not None
-    found: Layers = held[(slice(None), *(size - 1 for size in box.shape))]
+    at = np.ravel_multi_index(tuple(size - 1 for size in box.shape), box.shape)
+    found: Layers = held.reshape(len(periods), -1)[:, at]
     return found
 
 

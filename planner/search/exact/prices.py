@@ -69,11 +69,10 @@ class ChainPool:
         }
         pool = ChainPool()
         for chain in self.chains:
-            held = [known.get((chain.micro_batch_size, stage.choice)) for stage in chain.stages]
-            if all(held):
-                table = held[0][0]
-                specs = [(one[1], stage.layers) for one, stage in zip(held, chain.stages, strict=True)]
-                moved = make_chain(table, specs)
+            keys = [(chain.micro_batch_size, stage.choice) for stage in chain.stages]
+            if all(key in known for key in keys):
+                specs = [(known[key][1], stage.layers) for key, stage in zip(keys, chain.stages, strict=True)]
+                moved = make_chain(known[keys[0]][0], specs)
                 if np.isfinite(moved.pace.fill_seconds):
                     pool.add(moved)
         return pool
