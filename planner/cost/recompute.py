@@ -211,18 +211,32 @@ def _relaxed_layers(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatAr
     Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight: the hull h has
     corners, and at the least x or y is at one.
     """
-    others = np.maximum(room.layers - 1, 0)
-    weights = room.once * others, (room.once - 1) * (room.layers > 0)
-    need = room.once * (room.layers * saved - room.layer)
-    least = np.full(need.shape, np.inf)
-    one = (room.layers > 0).astype(float)
-    for corner in (rung.saved_bytes for rung in rungs):
-        at_corner = _hull_seconds(np.array(corner), np.array(1.0), rungs)
-        x = _solved(need - weights[1] * corner, weights[0])
-        y = _solved(need - weights[0] * corner, weights[1])
-        least = np.minimum(least, _hull_seconds(x, others, rungs) + one * at_corner)
-        least = np.minimum(least, others * at_corner + _hull_seconds(y, one, rungs))
-    return least
+    every = room.once * (room.layers * saved - room.layer)
+    table = np.where(every <= 0, 0.0, np.inf)
+    # Nothing helps beyond full recomputation of all layers.
+    full = np.maximum(room.once * room.layers - 1, 0) * rungs[-1].saved_bytes
+    open_ = (every > 0) & (every <= full * (1 + 1e-9))
+    if open_.any():
+        once, layers = (np.broadcast_to(one, every.shape)[open_] for one in (room.once, room.layers))
+        table[open_] = _split_seconds(every[open_], once, layers, rungs)
+    return table
+
+
+def _split_seconds(
+    need: FloatArray, in_flight: FloatArray, layers: FloatArray, rungs: Sequence[Rung]
+) -> FloatArray:
+    """The least seconds, by place of a table that needs so many bytes."""
+    others = np.maximum(layers - 1, 0)
+    weights = in_flight * others, (in_flight - 1) * (layers > 0)
+    one = (layers > 0).astype(float)
+    corners = np.array([[rung.saved_bytes] for rung in rungs])
+    seconds = np.array([[rung.seconds] for rung in rungs])
+    x = _solved(need - weights[1] * corners, weights[0])
+    y = _solved(need - weights[0] * corners, weights[1])
+    least = np.minimum(
+        _hull_seconds(x, others, rungs) + one * seconds, others * seconds + _hull_seconds(y, one, rungs)
+    )
+    return least.min(axis=0)
 
 
 def _solved(need: FloatArray, weight: FloatArray) -> FloatArray:

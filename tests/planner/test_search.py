@@ -238,7 +238,11 @@ def test_the_record_names_profiles_and_search() -> None:
     assert plan.search["coarse"] is False and plan.search["stages_seen"] > 0
 
 
-def test_a_larger_cluster_is_planned_by_the_exact_solver_with_a_bound() -> None:
+def test_a_larger_cluster_is_planned_by_the_exact_solver_with_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Every line, however soon it follows another.
+    monkeypatch.setattr("planner.search.control._PROGRESS_SECONDS", 0.0)
     cluster = resolve_cluster("2x8:A100,2x8:RTX3090")
     request = request_for(cluster, global_batch_size=128)
     told: list[str] = []

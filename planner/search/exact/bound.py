@@ -34,6 +34,7 @@ from planner.search.exact.bound_single import single_pipeline_seconds
 from planner.search.exact.columns import Box
 from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
 RELAXATIONS = (
@@ -49,6 +50,8 @@ RELAXATIONS = (
 
 # Cells this close to the lowest are cut with it.
 _NEAR = 1.01
+# Count vectors of the largest cluster for which the periods of a single pipeline are looked up by its devices.
+_MOST_HELD = 1_200
 
 
 def lower_bound(
@@ -65,7 +68,8 @@ def lower_bound(
     """
     box = Box(budget.counts, 1)
     small = box if box.cells <= MOST_CELLS else None
-    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=small)
+    held = box if box.cells <= _MOST_HELD else None
+    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=held)
     if budget.pipelines > 1:
         part = Part(tables(2), budget, prices(budget.pipelines), found, whole=small is not None)
         seconds = part.fractional()
@@ -157,9 +161,7 @@ class Part:
             each = self.prices.per_pipeline
             seconds = cells.low * ((values.min(axis=1) + each) / table.micro_batch_size - 1)
             cells, values = cells.chosen(seconds < self.upper), values[seconds < self.upper]
-        return Group(
-            table, table.cost(self.prices.per_device), stages, cells, values, micro_batches, cheapest
-        )
+        return Group(table, variant.ranking, stages, cells, values, micro_batches, cheapest)
 
     def _variant(self, index: int, in_flight: int) -> Variant:
         key = (index, in_flight)
@@ -179,6 +181,7 @@ class Variant:
     """
 
     table: StageTable
+    ranking: Ranking
     cells: Cells
     values: FloatArray
     costs: FloatArray
@@ -188,11 +191,12 @@ class Variant:
         held = Intervals.of(table).below(upper, prices)
         # At an endless pace seconds cost nothing.
         free = PricedChains(table, prices.per_device, paces=np.array([1e30]), limits=np.array([np.inf]))
-        values = held.priced(prices).values if held.low.size else np.zeros((0, table.max_stages))
+        values = held.priced(prices, below=upper).values if held.low.size else np.zeros((0, table.max_stages))
         useful = np.isfinite(values).any(axis=1)
         count = int(useful.sum())
         cells = Cells(held.low[useful], held.high[useful], np.zeros(count), np.full(count, np.inf))
-        return cls(table, cells, values[useful], free.values[0] + prices.per_pipeline)
+        ranking = Ranking(table, table.cost(prices.per_device))
+        return cls(table, ranking, cells, values[useful], free.values[0] + prices.per_pipeline)
 
 
 def _micro_batch_ranges(most_stages: int) -> Iterator[tuple[int, float]]:

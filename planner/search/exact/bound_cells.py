@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.search.exact.envelope import undominated
 from planner.search.exact.priced_chains import join
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable
 
@@ -83,7 +83,7 @@ class Cells:
 class Group:
     """Cells of one table and an inclusive range of stages, with g (`values`) by cell and number of stages.
 
-    `cost` is the price of each choice of the table, `least_cost` that of the cheapest pipeline.
+    `ranking` has the price of each choice of the table, `least_cost` is that of the cheapest pipeline.
 
     Pipelines of n micro-batches at most pay for no more than m n samples. With a price x of a pipeline's devices,
     t >= W + W' + P (x / m - 1) + u P (x / m - n) for any u >= 0, so g at prices 1 + u times as high, less u m n,
@@ -91,7 +91,7 @@ class Group:
     """
 
     table: StageTable
-    cost: FloatArray
+    ranking: Ranking
     stages: tuple[int, int]
     cells: Cells
     values: FloatArray
@@ -109,7 +109,7 @@ class Group:
                     self._scale, self.paying = scale, paying
 
     def _paying(self, cells: Cells, scale: float) -> FloatArray:
-        values = least_values(self.table, self.cost * (1 + scale), cells, stages=self.stages)
+        values = least_values(self.table, self.ranking, cells, stages=self.stages, scale=1 + scale)
         found: FloatArray = values.min(axis=1) - (
             scale * self.table.micro_batch_size * self.most_micro_batches
         )
@@ -160,7 +160,7 @@ class Group:
         # Fill + P / m x price, that is P g / m, only grows with the pace P, so what bounds a cell bounds its
         # halves.
         known = np.tile(self.values[which] * whole.low[:, None], (2, 1)) / halves.low[:, None]
-        values = np.maximum(least_values(self.table, self.cost, halves, stages=self.stages), known)
+        values = np.maximum(least_values(self.table, self.ranking, halves, stages=self.stages), known)
         # The same holds for what has to pay for itself.
         paying = np.maximum(np.tile(self.paying[which] * whole.low, 2) / halves.low, values.min(axis=1))
         if self._scale:
@@ -174,12 +174,14 @@ def _least(cells: Cells, values: FloatArray) -> float:
     return float((cells.low * values).min(initial=np.inf))
 
 
-def least_values(table: StageTable, cost: FloatArray, cells: Cells, *, stages: tuple[int, int]) -> FloatArray:
+def least_values(
+    table: StageTable, ranking: Ranking, cells: Cells, *, stages: tuple[int, int], scale: float = 1.0
+) -> FloatArray:
     """g by cell and number of stages in the inclusive range: the least sum of m T / P + the price of the
-    devices, and what comes after at that rate. `cost` is the price of each choice."""
+    devices, `scale` times that of the ranking, and what comes after at that rate."""
     fewest, most = stages
     values = np.full((len(cells), most - fewest + 1), np.inf)
-    weights = _Weights(table, cost, cells)
+    weights = _Weights(table, ranking, cells, scale)
     if fewest == 1:
         values[:, 0] = weights.of(Role.SINGLE, 1, 0)[:, table.layers]
     held = weights.of(Role.LAST, 1, most - 1)
@@ -196,28 +198,25 @@ def least_values(table: StageTable, cost: FloatArray, cells: Cells, *, stages: t
 class _Weights:
     """What a stage of a cell costs, by layers, the best choice taken: [cell, layers]."""
 
-    def __init__(self, table: StageTable, cost: FloatArray, cells: Cells) -> None:
-        self._table, self._cost, self._cells = table, cost, cells
+    def __init__(self, table: StageTable, ranking: Ranking, cells: Cells, scale: float) -> None:
+        self._table, self._ranking, self._cells, self._scale = table, ranking, cells, scale
         self._rate = table.micro_batch_size / cells.low
         within = (table.least <= cells.high.max(initial=0.0)).any(axis=(0, 1))
         self._upto = int(np.flatnonzero(within).max(initial=0)) + 1
-        order = np.argsort(cost, kind="stable")
-        self._order = order[np.isfinite(cost[order])]
+        self._most_after = table.after.max(axis=(1, 2), initial=0.0)
 
     def of(self, role: Role, position: int, ahead: int) -> FloatArray:
         """`ahead` is the most stages that may stand before this one."""
-        table, order, upto = self._table, self._order, self._upto
-        seconds = table.seconds_at(role, position)[order, :upto]
+        upto = self._upto
         limit = self._cells.after_high + ahead * self._cells.high
-        after = table.after[role, order, :upto] * (1 - 1e-9)
-        limited = float(after.max(initial=0.0)) > float(limit.min(initial=np.inf))
-        ranked = undominated(seconds, after if limited else None)
-        seconds = np.take_along_axis(seconds, ranked, axis=0)[:, None]
-        weights = seconds * self._rate[:, None] + self._cost[order[ranked]][:, None]
+        limited = float(self._most_after[role]) > float(limit.min(initial=np.inf))
+        ranked = self._ranking.of(role, position, upto=upto, by_after=limited)
+        seconds = ranked.seconds[:, None]
+        weights = seconds * self._rate[:, None] + (ranked.cost * self._scale)[:, None]
         weights[seconds > self._cells.high[:, None]] = np.inf
         if limited:
-            weights[np.take_along_axis(after, ranked, axis=0)[:, None] > limit[:, None]] = np.inf
-        found = np.full((len(self._cells), table.layers + 1), np.inf)
+            weights[ranked.after[:, None] * (1 - 1e-9) > limit[:, None]] = np.inf
+        found = np.full((len(self._cells), self._table.layers + 1), np.inf)
         weights.min(axis=0, initial=np.inf, out=found[:, :upto])
         return found
 

@@ -18,8 +18,8 @@ from planner.search.exact.knapsack import Knapsack
 from planner.search.exact.prices import Budget, DevicePrices
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable, with_in_flight
 
-# Count vectors of the largest cluster for which whole pipelines are bounded.
-MOST_CELLS = 1_200
+# Count vectors of the largest cluster for which whole pipelines are bounded; beyond, that gains little.
+MOST_CELLS = 400
 _MOST_EDGES = 64
 _CLOSE = 1.001
 # Cells are cut so often in all, and where count vectors are many.

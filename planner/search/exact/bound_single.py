@@ -11,6 +11,7 @@ from planner.search.exact.bound_cells import ROUNDS, Cells, Group, stage_groups
 from planner.search.exact.columns import Box, least_periods
 from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
 _RATIO = 1.01
@@ -58,13 +59,15 @@ class _SinglePipeline:
         self.groups: list[_Cell] = []
         if not low.size:
             return
-        values = PricedChains(few, prices.per_device, paces=low, limits=high).values
+        # What ends no sooner than the upper bound need not be known.
+        enough = (upper / low - (self._micro_batches - 1)) * self._size + self._devices
+        values = PricedChains(few, prices.per_device, paces=low, limits=high, enough=enough).values
         least = np.zeros(few.max_stages) if box is None else _least_periods(few, box, low, high)
         cells = Cells(low, high, np.zeros(len(low)), np.full(len(low), np.inf))
-        cost = few.cost(prices.per_device)
+        ranking = Ranking(few, few.cost(prices.per_device))
         for fewest, most in stage_groups(few.max_stages):
             which = slice(fewest - 1, most)
-            group = Group(few, cost, (fewest, most), cells, values[:, which], np.inf, 1e-9)
+            group = Group(few, ranking, (fewest, most), cells, values[:, which], np.inf, 1e-9)
             self.groups.append(_Cell(group, least[which]))
 
     def least_seconds(self) -> float:

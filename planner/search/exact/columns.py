@@ -1,6 +1,6 @@
 """Columns: for every count vector in a box, how soon its best chain of each shape is done.
 
-`held[c, i]` is the most layers that the last p stages can hold when they use c devices by kind and no stage
+`held[i, c]` is the most layers that the last p stages can hold when they use c devices by kind and no stage
 takes longer than period i. One more stage is one more shifted maximum over the whole box, for all periods
 at once.
 """
@@ -18,6 +18,8 @@ from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 # "No way to do it": stays below zero whatever one more stage adds, and 16 bits hold it.
 _NONE = -10_000
+# Periods that are looked at together in search of the first that is long enough.
+_TRIED_PERIODS = 6
 Layers = npt.NDArray[np.signedinteger]
 
 
@@ -66,7 +68,7 @@ def least_periods(table: StageTable, box: Box, *, periods: FloatArray, max_stage
     for position in range(1, max_stages + 1):
         closing = Role.SINGLE if position == 1 else Role.FIRST
         covered = _extend(steps, periods, table, closing, position, held, box) >= table.layers
-        index[position - 1] = np.where(covered.any(axis=-1), covered.argmax(axis=-1), len(periods))
+        index[position - 1] = np.where(covered.any(axis=0), covered.argmax(axis=0), len(periods))
         if position == max_stages:
             break
         behind = Role.LAST if position == 1 else Role.MIDDLE
@@ -97,20 +99,52 @@ def _extend(
     held: Layers | None,
     box: Box,
 ) -> Layers:
-    """Put one more stage before `held` (None: nothing yet) in every way: [*c, period]."""
-    result: Layers = np.full((*box.shape, len(periods)), _NONE, dtype=np.int16)
+    """Put one more stage before `held` (None: nothing yet) in every way: [period, *c]."""
+    result: Layers = np.full((len(periods), *box.shape), _NONE, dtype=np.int16)
     caps = _layers_within(table, role, position, periods)
     for counts, choices in steps.items():
         layers = caps[choices].max(axis=0)
         if (layers < 0).all():
             continue
         if held is None:
-            result[counts] = np.maximum(result[counts], layers)
+            at: tuple[slice | int, ...] = (slice(None), *counts)
+            result[at] = np.maximum(result[at], layers)
             continue
-        into = tuple(slice(count, None) for count in counts)
-        source = tuple(slice(None, size - count) for count, size in zip(counts, box.shape, strict=True))
+        into: tuple[slice, ...] = (slice(None), *(slice(count, None) for count in counts))
+        room = (slice(None, size - count) for count, size in zip(counts, box.shape, strict=True))
+        source: tuple[slice, ...] = (slice(None), *room)
+        layers = layers.reshape(-1, *[1] * len(counts))
         np.maximum(result[into], held[source] + layers, out=result[into])
     return np.maximum(result, np.int16(_NONE))
+
+
+def first_period(table: StageTable, box: Box, *, stages: int, periods: FloatArray) -> int | None:
+    """Index of the first of the ascending `periods` at which so many stages on exactly the devices `box.size` hold
+    the model; None if there is none."""
+    low, high = 0, len(periods)
+    # Longer periods never hold less, so a few of those that are left at a time are enough.
+    while low < high:
+        tried = np.unique(np.linspace(low, high - 1, min(_TRIED_PERIODS, high - low)).astype(int))
+        enough = _most_layers(table, box, stages, periods[tried]) >= table.layers
+        if not enough.any():
+            low = int(tried[-1]) + 1
+            continue
+        first = int(enough.argmax())
+        low, high = (int(tried[first - 1]) + 1 if first else low), int(tried[first])
+    return high if high < len(periods) else None
+
+
+def _most_layers(table: StageTable, box: Box, stages: int, periods: FloatArray) -> Layers:
+    """On exactly the devices `box.size`, by period."""
+    steps = box.steps(table)
+    held: Layers | None = None
+    for position in range(1, stages + 1):
+        role = role_of(position=position, stages=stages)
+        held = _extend(steps, periods, table, role, position, held, box)
+    assert held is not None
+    at = np.ravel_multi_index(tuple(size - 1 for size in box.shape), box.shape)
+    found: Layers = held.reshape(len(periods), -1)[:, at]
+    return found
 
 
 def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) -> list[tuple[int, int]] | None:
@@ -124,13 +158,13 @@ def fullest_chain(table: StageTable, box: Box, *, stages: int, period: float) ->
         role = role_of(position=position, stages=stages)
         held.append(_extend(steps, periods, table, role, position, held[-1] if held else None, box))
     goal = tuple(size - 1 for size in box.shape)
-    if int(held[-1][(*goal, 0)]) < table.layers:
+    if int(held[-1][(0, *goal)]) < table.layers:
         return None
     found = []
     for position in range(stages, 0, -1):
         role = role_of(position=position, stages=stages)
         behind = held[position - 2] if position > 1 else None
-        target = int(held[position - 1][(*goal, 0)])
+        target = int(held[position - 1][(0, *goal)])
         choice, layers, goal = _last_step(
             steps, _layers_within(table, role, position, periods)[:, 0], position, behind, goal, target
         )
@@ -151,7 +185,7 @@ def _last_step(
         left = tuple(size - count for size, count in zip(goal, counts, strict=True))
         if min(left) < 0 or (behind is None and any(left)):
             continue
-        rest = 0 if behind is None else int(behind[(*left, 0)])
+        rest = 0 if behind is None else int(behind[(0, *left)])
         for choice in choices:
             layers = int(caps[choice])
             if layers >= 0 and rest >= 0 and rest + layers == target:

@@ -7,13 +7,14 @@ columns that the knapsack picks get their real chains, until it picks only such.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
-from planner.search.exact.columns import Box, fullest_chain, least_periods
+from planner.search.exact.columns import Box, first_period, fullest_chain, least_periods
+from planner.search.exact.envelope import BoolArray
 from planner.search.exact.knapsack import Knapsack
 from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
@@ -27,7 +28,7 @@ from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 _SHAPE_SLACK = 1.12
 _PERIOD_RATIO = 1.01
 _MOST_PERIODS = 48
-_ITEMS = 250
+_ITEMS = 150
 _MAKING_ROUNDS = 20
 # Count vectors of a single pipeline that are tried beside the best.
 _ALONE = 4
@@ -50,10 +51,12 @@ class Shape:
     ratio: float
     """Between neighbours of the grid that the periods are from."""
 
-    def samples_within(self, seconds: float) -> FloatArray:
+    def samples_within(self, seconds: float, cells: IntArray | slice = slice(None)) -> FloatArray:
+        """Of some cells or all."""
+        period = self.period[cells]
         with np.errstate(invalid="ignore"):
-            rounds = np.floor((seconds - self.fill) / self.period) + 1
-        samples: FloatArray = np.where(np.isfinite(self.period) & (rounds >= 1), rounds, 0.0)
+            rounds = np.floor((seconds - self.fill[cells]) / period) + 1
+        samples: FloatArray = np.where(np.isfinite(period) & (rounds >= 1), rounds, 0.0)
         return samples * self.table.micro_batch_size
 
 
@@ -88,7 +91,8 @@ class Columns:
     def make(self, cell: int, seconds: float) -> None:
         """Work out the real chains of a column's most promising shapes."""
         order = sorted(
-            (-float(shape.samples_within(seconds)[cell]), index) for index, shape in enumerate(self.shapes)
+            (-float(shape.samples_within(seconds, np.array([cell]))[0]), index)
+            for index, shape in enumerate(self.shapes)
         )
         chains: list[Chain] = []
         vector = tuple(int(n) for n in self.vectors[cell])
@@ -114,10 +118,8 @@ def make_columns(
     shapes: list[Shape] = []
     for held in intervals:
         periods = _periods(held)
-        priced = PricedChains(
-            held.table, prices.per_device, paces=periods, limits=periods, each=prices.per_pipeline
-        )
         limit = np.inf if every else prices.seconds * _SHAPE_SLACK
+        priced = Intervals(held.table, periods, periods).priced(prices, below=limit)
         good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
         if good.size == 0:
             continue
@@ -196,9 +198,8 @@ def _exact_period(shape: Shape, box: Box, period: float) -> float:
     candidates = seconds * (1 + 1e-12)
     if candidates.size == 0:
         return period
-    index = least_periods(shape.table, box, periods=candidates, max_stages=shape.stages)
-    at = int(index[(shape.stages - 1, *(size - 1 for size in box.shape))])
-    return float(candidates[at]) if at < candidates.size else period
+    at = first_period(shape.table, box, stages=shape.stages, periods=candidates)
+    return period if at is None else float(candidates[at])
 
 
 @dataclass
@@ -218,7 +219,9 @@ class Combiner:
             return
         yield self._chains(*best)
         found = [best]
-        for pipelines in range(1, min(most, self.budget.pipelines) + 1):
+        # Among many devices a single pipeline is another search's: it shares its gradients with none.
+        fewest = 1 if others or self.budget.pipelines == 1 else 2
+        for pipelines in range(fewest, min(most, self.budget.pipelines) + 1):
             if pipelines != len(best[1]) and (one := self._least(pipelines)) is not None:
                 found.append(one)
                 yield self._chains(*one)
@@ -247,17 +250,20 @@ class Combiner:
         """The least time at which up to so many pipelines end the samples, and their cells; None if none
         do."""
         seconds = self.prices.seconds
+        allowed = np.ones(len(self.columns.vectors), dtype=bool)
+        if without is not None:
+            allowed[without] = False
         for _ in range(_MAKING_ROUNDS):
-            found = self._at_estimates(pipelines, seconds, lambda cell: cell != without)
+            found = self._at_estimates(pipelines, seconds, allowed)
             if found is None:
                 return None
             seconds, picked = found
             if self._make(dict.fromkeys(picked), seconds) == 0:
                 return found
         # Estimates are optimistic, so this may go on for long: settle for what is made.
-        return self._at_estimates(
-            pipelines, self.prices.seconds, lambda cell: cell != without and cell in self.columns.made
-        )
+        made = np.zeros_like(allowed)
+        made[list(self.columns.made)] = True
+        return self._at_estimates(pipelines, self.prices.seconds, allowed & made)
 
     def _make(self, cells: Iterable[int], seconds: float) -> int:
         """Make the chains of columns that have none yet; how many."""
@@ -267,7 +273,7 @@ class Combiner:
         return len(missing)
 
     def _at_estimates(
-        self, pipelines: int, start: float, allowed: Callable[[int], bool]
+        self, pipelines: int, start: float, allowed: BoolArray
     ) -> tuple[float, list[int]] | None:
         low, high, found = start / _CLOSE, start, None
         for _ in range(80):
@@ -284,15 +290,15 @@ class Combiner:
                 low = middle
         return high, found
 
-    def _pick(self, pipelines: int, seconds: float, allowed: Callable[[int], bool]) -> list[int] | None:
+    def _pick(self, pipelines: int, seconds: float, allowed: BoolArray) -> list[int] | None:
         """Cells whose chains end the rest of the samples within `seconds`; None if the knapsack finds none."""
         needed = self.budget.samples - sum(chain.pace.samples_within(seconds) for chain in self.taken)
         worth = self.columns.values(seconds)
         spent = self.columns.vectors @ self.prices.per_device + self.prices.per_pipeline
         # Relative, so that a small pipeline used many times counts as much as a large one.
         loss = (spent - worth) / np.maximum(spent, 1e-30)
-        order = [int(i) for i in np.argsort(loss, kind="stable") if worth[i] > 0 and allowed(int(i))]
-        order = order[:_ITEMS]
+        ranked = np.argsort(loss, kind="stable")
+        order = [int(i) for i in ranked[(worth > 0)[ranked] & allowed[ranked]][:_ITEMS]]
         unit = self.columns.box.unit
         knapsack = Knapsack(
             tuple(count // unit for count in self.budget.counts),

@@ -12,18 +12,23 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
-from planner.search.exact.envelope import undominated
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 _CHUNK = 64
+# Stands for infinite where that is multiplied by none.
+_MUCH = 1e300
+# Cells that are done are left out once they are this share.
+_DONE = 0.2
 
 
 class PricedChains:
     """The least g of every number of stages, for cells i: no stage above `limits[i]`, priced at `paces[i]`.
 
-    `values[i, S - 1]` is infinite where no S stages hold the model. From `known` stages on, more can only
-    cost more than fewer: there it is a lower bound, no less than the least value.
+    `values[i, S - 1]` is infinite where no S stages hold the model. Where it is no less than `enough[i]` it may
+    be a lower bound that is no less either. Without `enough` it is one from where more stages can only cost more
+    than fewer, no less than the least value. Beyond `known` stages it is one in every cell.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class PricedChains:
         paces: FloatArray,
         limits: FloatArray,
         each: float = 0.0,
+        enough: FloatArray | None = None,
     ) -> None:
         self.table = table
         self.paces = paces
@@ -41,8 +47,9 @@ class PricedChains:
         self._weights = _Weights(table, prices, paces, limits)
         self.values = np.full((len(paces), table.max_stages), np.inf)
         self.known = table.max_stages
-        self._held: list[FloatArray] = []
-        self._run()
+        # What the stages behind cost, and the row of each cell.
+        self._held: list[tuple[FloatArray, IntArray]] = []
+        self._run(enough)
 
     @property
     def seconds(self) -> FloatArray:
@@ -52,21 +59,31 @@ class PricedChains:
         )
         return found
 
-    def _run(self) -> None:
-        layers = self.table.layers
+    def _run(self, enough: FloatArray | None) -> None:
+        layers, last = self.table.layers, self.table.max_stages
+        # What the layers that are left cost at least, by layers held.
+        ahead = np.zeros((len(self.paces), layers + 1))
+        if enough is not None:
+            ahead += np.minimum(self._weights.least_layer(), _MUCH)[:, None] * np.arange(layers, -1, -1)
         self.values[:, 0] = self._weights.of(Role.SINGLE, 1)[:, layers]
-        held = self._weights.of(Role.LAST, 1)
-        for position in range(2, self.table.max_stages + 1):
-            self._held.append(held)
-            first = self._weights.of(Role.FIRST, position)
-            self.values[:, position - 1] = (held[:, ::-1] + first).min(axis=1)
-            # What more stages cost only grows, so once every state costs more than a whole chain, stop.
-            if (held.min(axis=1) >= self.values.min(axis=1)).all():
-                self.known = position
-                self.values[:, position:] = held.min(axis=1)[:, None]
+        held, cells = self._weights.of(Role.LAST, 1), np.arange(len(self.paces))
+        for position in range(2, last + 1):
+            # What more stages cost only grows, so a cell whose every state costs enough is done.
+            least = (held + ahead[cells]).min(axis=1)
+            done = least >= (self.values[cells].min(axis=1) if enough is None else enough[cells])
+            if done.all() or (enough is not None and done.sum() > _DONE * len(cells)):
+                self.values[cells[done], position - 1 :] = least[done, None]
+                held, cells = held[~done], cells[~done]
+            if not len(cells):
+                self.known = position - 1
                 break
-            if position < self.table.max_stages:
-                held = join(held, self._weights.of(Role.MIDDLE, position))
+            rows = np.full(len(self.paces), -1)
+            rows[cells] = np.arange(len(cells))
+            self._held.append((held, rows))
+            first = self._weights.of(Role.FIRST, position, cells)
+            self.values[cells, position - 1] = (held[:, ::-1] + first).min(axis=1)
+            if position < last:
+                held = join(held, self._weights.of(Role.MIDDLE, position, cells))
 
     def trace(self, cell: int, stages: int) -> Chain:
         """The chain that reaches a finite value."""
@@ -74,10 +91,11 @@ class PricedChains:
         left = self.table.layers
         for position in range(stages, 0, -1):
             role = role_of(position=position, stages=stages)
-            weights = self._weights.of(role, position)[cell]
+            weights = self._weights.of(role, position, np.array([cell]))[0]
             taken = left
             if position > 1:
-                behind = self._held[position - 2][cell]
+                held, rows = self._held[position - 2]
+                behind = held[rows[cell]]
                 taken = int(np.argmin(behind[left::-1] + weights[: left + 1]))
             found.append((self._weights.choice(role, position, cell, taken), taken))
             left -= taken
@@ -89,6 +107,13 @@ def least_seconds(
 ) -> FloatArray:
     """A bound of `PricedChains.seconds` by cell that takes no program: every layer on the stage that does a
     layer cheapest. `cost` is the price of each choice of the table."""
+    best = least_layer(table, cost, paces=paces, limits=limits)
+    found: FloatArray = paces * ((best * table.layers + each) / table.micro_batch_size - 1)
+    return found
+
+
+def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limits: FloatArray) -> FloatArray:
+    """What a layer costs at least by cell, as part of any stage with as few micro-batches in flight as can be."""
     rate = table.micro_batch_size / paces
     layers = np.arange(1, table.layers + 1)
     best = np.full(len(paces), np.inf)
@@ -100,8 +125,7 @@ def least_seconds(
             sums = each_layer[:, None] * rate[cells, None] + price[:, None]
             sums[seconds[:, None] > limits[cells, None]] = np.inf
             best[cells] = np.minimum(best[cells], sums.min(axis=(0, 2), initial=np.inf))
-    found: FloatArray = paces * ((best * table.layers + each) / table.micro_batch_size - 1)
-    return found
+    return best
 
 
 def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
@@ -121,39 +145,44 @@ class _Weights:
         self._table = table
         self._cost = table.cost(prices)
         self._rate = table.micro_batch_size / paces
-        self._limits = limits
+        self._paces, self._limits = paces, limits
         # No cell has room for more layers than this.
         within = (table.least <= limits.max(initial=0.0)).any(axis=(0, 1))
         self.most = int(np.flatnonzero(within).max(initial=0))
-        # By price, without those that cost without end.
-        order = np.argsort(self._cost, kind="stable")
-        self._order = order[np.isfinite(self._cost[order])]
+        self._ranking = Ranking(table, self._cost)
         self._known: dict[tuple[Role, int], FloatArray] = {}
 
-    def of(self, role: Role, position: int) -> FloatArray:
-        """[cell, layers]; infinite where no choice fits in memory and within the limit."""
+    def least_layer(self) -> FloatArray:
+        """By cell, infinite where no stage holds any."""
+        return least_layer(self._table, self._cost, paces=self._paces, limits=self._limits)
+
+    def of(self, role: Role, position: int, cells: IntArray | None = None) -> FloatArray:
+        """[cell, layers], of some cells or all; infinite where no choice fits in memory and within the limit."""
         key = (role, min(position, self._table.in_flight))
-        if key not in self._known:
-            found = np.full((len(self._rate), self._table.layers + 1), np.inf)
-            weights, _ = self._choices(role, position, slice(None))
-            weights.min(axis=0, initial=np.inf, out=found[:, : self.most + 1])
-            self._known[key] = found
-        return self._known[key]
+        if key in self._known:
+            return self._known[key] if cells is None else self._known[key][cells]
+        every = cells is None or key[1] == self._table.in_flight
+        found = self._least(role, position, np.arange(len(self._rate)) if every or cells is None else cells)
+        if not every:
+            return found
+        self._known[key] = found
+        return found if cells is None else found[cells]
+
+    def _least(self, role: Role, position: int, cells: IntArray) -> FloatArray:
+        found = np.full((len(cells), self._table.layers + 1), np.inf)
+        weights, _ = self._choices(role, position, cells)
+        weights.min(axis=0, initial=np.inf, out=found[:, : self.most + 1])
+        return found
 
     def choice(self, role: Role, position: int, cell: int, layers: int) -> int:
         """The first choice, of the cheapest devices, that reaches the weight."""
-        weights, choices = self._choices(role, position, slice(cell, cell + 1))
+        weights, choices = self._choices(role, position, np.array([cell]))
         return int(choices[np.argmin(weights[:, 0, layers]), layers])
 
-    def _choices(self, role: Role, position: int, cells: slice) -> tuple[FloatArray, IntArray]:
+    def _choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
         """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
-        table, order, upto = self._table, self._order, self.most + 1
-        seconds = table.seconds_at(role, position)[order, :upto]
-        spent = seconds + table.after[role, order, :upto] if role.embedding else seconds
-        ranked = undominated(seconds, spent if role.embedding else None)
-        choices = order[ranked]
-        seconds = np.take_along_axis(seconds, ranked, axis=0)
-        spent = np.take_along_axis(spent, ranked, axis=0)
-        weights: FloatArray = spent[:, None] * self._rate[cells, None] + self._cost[choices][:, None]
-        weights[seconds[:, None] > self._limits[cells, None]] = np.inf
-        return weights, choices
+        ranked = self._ranking.of(role, position, upto=self.most + 1, by_after=role.embedding)
+        spent = ranked.seconds + ranked.after if role.embedding else ranked.seconds
+        weights: FloatArray = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
+        weights[ranked.seconds[:, None] > self._limits[cells, None]] = np.inf
+        return weights, ranked.choices

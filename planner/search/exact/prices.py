@@ -60,11 +60,21 @@ class ChainPool:
         return True
 
     def with_tables(self, tables: Sequence[StageTable]) -> ChainPool:
-        """The same chains with the figures of other tables of the same choices."""
-        by_size = {table.micro_batch_size: table for table in tables}
+        """The same chains with the figures of other tables; without those that these do not have or that do not
+        fit."""
+        known = {
+            (table.micro_batch_size, choice): (table, index)
+            for table in tables
+            for index, choice in enumerate(table.choices)
+        }
         pool = ChainPool()
         for chain in self.chains:
-            pool.add(make_chain(by_size[chain.micro_batch_size], chain.specs))
+            keys = [(chain.micro_batch_size, stage.choice) for stage in chain.stages]
+            if all(key in known for key in keys):
+                specs = [(known[key][1], stage.layers) for key, stage in zip(keys, chain.stages, strict=True)]
+                moved = make_chain(known[keys[0]][0], specs)
+                if np.isfinite(moved.pace.fill_seconds):
+                    pool.add(moved)
         return pool
 
     def figures(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -115,9 +125,16 @@ class Intervals:
         )
         return Intervals(self.table, self.low[least < seconds], self.high[least < seconds])
 
-    def priced(self, prices: DevicePrices) -> PricedChains:
+    def priced(self, prices: DevicePrices, *, below: float = np.inf) -> PricedChains:
+        """The best chains; those that end what they cost no sooner than `below` need not be known."""
+        enough = self.table.micro_batch_size * (below / self.low + 1) - prices.per_pipeline
         return PricedChains(
-            self.table, prices.per_device, paces=self.low, limits=self.high, each=prices.per_pipeline
+            self.table,
+            prices.per_device,
+            paces=self.low,
+            limits=self.high,
+            each=prices.per_pipeline,
+            enough=enough if np.isfinite(below) else None,
         )
 
     def kept(self, which: npt.NDArray[np.bool_], split: npt.NDArray[np.bool_]) -> Intervals:
@@ -151,10 +168,16 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
 
 
 def find_prices(
-    tables: Sequence[StageTable], pool: ChainPool, budget: Budget, *, rounds: int, close: float
-) -> Priced:
+    tables: Sequence[StageTable],
+    pool: ChainPool,
+    budget: Budget,
+    *,
+    rounds: int,
+    close: float,
+    goal: float = np.inf,
+) -> Priced | None:
     """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the
-    way."""
+    way. None once fractions of chains are found to take no less than `goal`."""
     intervals = [Intervals.of(table) for table in tables]
     guess = first_prices(tables, budget)
     prices = solve_prices(pool, budget, guess=guess)
@@ -166,7 +189,7 @@ def find_prices(
             held = whole.below(prices.seconds * near, prices)
             if not held.low.size:
                 continue
-            priced = held.priced(prices)
+            priced = held.priced(prices, below=prices.seconds * near)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
             new += _add_best(priced, pool, below=prices.seconds)
@@ -174,11 +197,15 @@ def find_prices(
             split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
             nearer.append(held.kept(least < prices.seconds * near, split))
         intervals = [held for held in nearer if held.low.size]
+        if min(best, prices.seconds * near) >= goal:
+            return None
         idle = 0 if new else idle + 1
         if idle == 2 or best >= prices.seconds * (1 - close):
             break
         if new:
             prices = solve_prices(pool, budget, guess=guess)
+    if prices.seconds * (1 - close) >= goal:
+        return None
     return Priced(prices, pool, list(_promising(tables, prices)))
 
 
@@ -187,7 +214,7 @@ def _promising(tables: Sequence[StageTable], prices: DevicePrices) -> Iterator[I
     for table in tables:
         held = Intervals.of(table).below(prices.seconds * _ROUGH, prices)
         if held.low.size:
-            least = held.priced(prices).seconds.min(axis=1, initial=np.inf)
+            least = held.priced(prices, below=prices.seconds * _ROUGH).seconds.min(axis=1, initial=np.inf)
             near = least < prices.seconds * _ROUGH
             if near.any():
                 yield held.kept(near, np.zeros_like(near))

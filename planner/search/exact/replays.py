@@ -61,6 +61,8 @@ class Replays:
         self, kind: int, tp: int, rows: int, role: Role, *, dp: int, micro_batch_size: int, zero: Zero
     ) -> FloatArray:
         """Of one replica of a stage of `dp`: [micro-batches in flight, layers]."""
+        # Without replicas to share gradients with, ZeRO-2 is ZeRO-1.
+        stage = 1 if zero.stage == 2 and dp == 1 else zero.stage
         load = StageLoad(
             tp,
             rows,
@@ -68,9 +70,9 @@ class Replays:
             role.embedding,
             role.head,
             1,
-            zero_stage=zero.stage,
+            zero_stage=stage,
             zero_ways=self.ways(tp, dp, micro_batch_size, role, zero),
-            dp=dp if zero.stage == 2 else 1,
+            dp=dp if stage == 2 else 1,
         )
         key = (self._pool.kinds[kind].type, load)
         if key not in self._known:

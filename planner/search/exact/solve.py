@@ -25,6 +25,7 @@ from planner.search.exact.plans import Assembler, iteration_seconds
 from planner.search.exact.pool import Pool, pools
 from planner.search.exact.prices import (
     Budget,
+    ChainPool,
     DevicePrices,
     Intervals,
     Priced,
@@ -55,6 +56,8 @@ _TIE = 1e-6
 _CLOSE = 3e-3
 # Micro-batch sizes of which columns are made, those whose chains price best.
 _SIZES = 3
+# Beyond this many times the priced time, chains need not be told apart.
+_FAR = 1.1
 _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 # Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
 _MANY_SETS_DEVICES = 32
@@ -135,6 +138,7 @@ class ExactSolver:
             memory_scale=request.emulation.memory_scale,
         )
         self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
+        self._chains, self._chains_of = ChainPool(), Pool(())
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
 
     def solve(self) -> Solution | None:
@@ -185,18 +189,28 @@ class ExactSolver:
         tables = [
             table.for_pipelines(expected, sharing) for table in self._tables(pool, expected, replays, zero)
         ]
-        chains = first_chains(tables, budget)
+        chains = self._first_chains(pool, tables, budget)
         if not chains.chains:
             return None
-        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE)
+        goal = best.seconds if best is not None else math.inf
+        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal)
         self.statistics["chains"] += len(chains.chains)
-        if best is not None and priced.prices.seconds * (1 - _CLOSE) >= best.seconds:
+        if priced is None:
             return None
         plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=False)
         if plan is None and pool.devices <= _FEW_DEVICES:
             # Prices of fractions of pipelines say little of so few whole ones.
             plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=True)
         return Solution(plan, pool, priced, tables, budget, self.statistics) if plan else None
+
+    def _first_chains(self, pool: Pool, tables: Sequence[StageTable], budget: Budget) -> ChainPool:
+        """Those of the search before, if it was of the same pool; else the best at a few prices."""
+        before = self._chains if self._chains_of is pool else ChainPool()
+        chains = before.with_tables(tables)
+        if not chains.chains:
+            chains = first_chains(tables, budget)
+        self._chains, self._chains_of = chains, pool
+        return chains
 
     def zero_stages(self) -> list[ZeroStage]:
         """Those worth a search: ZeRO-1 over all holders takes no longer than ZeRO-0, unless parameters are wider
@@ -340,7 +354,10 @@ def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
     """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
     if sum(budget.counts) <= _MANY_SETS_DEVICES:
         return priced.intervals
-    best = [float(held.priced(priced.prices).seconds.min()) for held in priced.intervals]
+    best = [
+        float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min())
+        for held in priced.intervals
+    ]
     order = sorted(range(len(best)), key=lambda index: best[index])[:_SIZES]
     return [priced.intervals[index] for index in sorted(order)]
 

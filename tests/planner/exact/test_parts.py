@@ -14,6 +14,7 @@ from planner.search.exact.envelope import undominated
 from planner.search.exact.knapsack import Knapsack
 from planner.search.exact.linear_program import linear_program
 from planner.search.exact.priced_chains import PricedChains, least_seconds
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.sequences import least_sum
 from planner.search.exact.stage_table import StageTable, with_in_flight, without_dominated
 from tests.planner.exact.naive import (
@@ -53,6 +54,23 @@ def test_priced_chains_are_the_cheapest(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.3])
+def test_values_below_what_is_enough_are_exact_and_others_no_lower(seed: int, share: float) -> None:
+    table = random_table(seed)
+    naive = np.array(
+        [[naive_value(table, stages, pace, pace * 1.5) for stages in (1, 2, 3)] for pace in PACES]
+    )
+    enough = np.where(np.isfinite(naive.min(axis=1)), naive.min(axis=1) * share, 1.0)
+    priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5, enough=enough)
+    below = naive < enough[:, None] * (1 - 1e-9)
+    assert below.any() == (share > 1)
+    assert priced.values[below] == pytest.approx(naive[below])
+    above = ~below
+    assert (priced.values[above] <= naive[above] * (1 + 1e-9)).all()
+    assert (priced.values >= np.minimum(naive, enough[:, None]) * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_traced_chain_has_the_value_that_was_found(seed: int) -> None:
     table = random_table(seed)
     priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5)
@@ -85,7 +103,7 @@ def test_cells_bound_every_chain_in_them(seed: int, in_flight: int) -> None:
         np.tile(low, 2), np.tile(high, 2), np.repeat([0.0, middle], 4), np.repeat([middle, np.inf], 4)
     )
     few = with_in_flight(table, in_flight)
-    values = least_values(few, few.cost(PRICES), cells, stages=(1, 3))
+    values = least_values(few, Ranking(few, few.cost(PRICES)), cells, stages=(1, 3))
     checked = 0
     for stages in (1, 2, 3):
         for specs in every_chain(table, stages):
