@@ -90,7 +90,7 @@ def test_ranks_run_in_lock_step_where_their_devices_are_and_leave_nothing(tmp_pa
     ("do", "timeout", "expected"),
     [
         (run_out_of_memory, 60.0, "failed: out of memory: wanted 3.0 GiB"),
-        (stop, 3.0, "hung: its process does not answer"),
+        pytest.param(stop, 3.0, "hung: its process does not answer", marks=pytest.mark.slow),
         (spin, 3.0, "hung: it is busy at"),
     ],
 )

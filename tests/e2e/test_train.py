@@ -69,6 +69,7 @@ def test_the_end_is_told_and_nothing_is_left(finished: tuple[Path, str, Run]) ->
     assert run.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_what_only_fits_with_recomputation_is_planned_and_trained(tmp_path: Path) -> None:
     """The devices refuse an allocation beyond their memory, whatever the planner believed."""
     job = write_job(
@@ -105,7 +106,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert run.leaves_nothing()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_run_says_what_it_wrote_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
     assert wait_until(lambda: len(rows(tmp_path / "run")) >= 2)

@@ -228,6 +228,7 @@ def test_jobs_train_stop_and_end_with_the_service(root: Path, other_ray: str) ->
         again.end(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_job_on_a_cluster_goes_on_without_the_service_and_is_found_again(
     root: Path, other_ray: str
 ) -> None:
