@@ -65,12 +65,22 @@ def plan(
             continue
         if best is not None and stage == 0 and budget is not None:
             continue
-        found = _TypeSplit(bench, progress, stage, rounds=_ROUNDS if budget is None else 1).plan()
-        if found is not None and (best is None or iteration_seconds(found) < iteration_seconds(best)):
-            best = found
+        rounds = _ROUNDS if budget is None else 1
+        for recompute in _recompute_choices(bench, complete=budget is None):
+            found = _TypeSplit(bench, progress, stage, recompute=recompute, rounds=rounds).plan()
+            if found is not None and (best is None or iteration_seconds(found) < iteration_seconds(best)):
+                best = found
     if best is None:
         raise bench.cannot_fit("no type's devices alone can hold it")
     return best.model_copy(update={"search": bench.statistics()})
+
+
+def _recompute_choices(bench: Bench, *, complete: bool) -> tuple[bool, ...]:
+    """With recomputation the stage search is a narrower one, so few devices are also searched without."""
+    if not bench.request.recompute:
+        return (False,)
+    few = max(bench.counts.values()) <= _MOST_DEVICES
+    return (True, False) if complete and few else (True,)
 
 
 def _recomputes(plan: Plan) -> bool:
@@ -81,9 +91,17 @@ class _TypeSplit:
     """The search under one ZeRO stage."""
 
     def __init__(
-        self, bench: Bench, progress: Callable[[str], None], zero_stage: ZeroStage, *, rounds: int
+        self,
+        bench: Bench,
+        progress: Callable[[str], None],
+        zero_stage: ZeroStage,
+        *,
+        recompute: bool,
+        rounds: int,
     ) -> None:
-        self._request = bench.request.model_copy(update={"zero_stages": (zero_stage,)})
+        self._request = bench.request.model_copy(
+            update={"zero_stages": (zero_stage,), "recompute": recompute}
+        )
         self._profile, self._progress = bench.profile, progress
         self._zero_stage, self._rounds = zero_stage, rounds
         self.bench = bench

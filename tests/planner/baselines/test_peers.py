@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import resolve_cluster
@@ -130,6 +130,7 @@ def test_uniform_is_the_best_of_all_rectangles(seed: int, nodes: tuple[dict[str,
 @pytest.mark.parametrize("strategy", PEERS)
 @settings(max_examples=12, deadline=None)
 @given(job=JOBS)
+@example(job=(91, ({"fast": 2}, {"slow": 2}), 3))
 def test_what_the_request_forbids_is_not_used_and_more_freedom_does_not_hurt(
     strategy: str, job: tuple[int, tuple[dict[str, int], ...], int]
 ) -> None:
