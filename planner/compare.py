@@ -107,14 +107,7 @@ def compare(
 
 def device_speeds(request: PlanRequest, profile: ProfileTable) -> DeviceSpeeds:
     """Of the request's model on its device types."""
-    cost = StageCost(
-        model=request.model,
-        device_types=request.cluster.device_types,
-        links=request.cluster.links,
-        sequence_length=request.sequence_length,
-        dtypes=request.dtypes,
-        profile=profile,
-    )
+    cost = StageCost.of_request(request, profile=profile)
     return DeviceSpeeds(cost, request.cluster)
 
 

@@ -92,20 +92,8 @@ class Bench:
         self._offer = offer
         self.request = request
         self.profile = profile
-        self.cost = StageCost(
-            model=request.model,
-            device_types=request.cluster.device_types,
-            links=request.cluster.links,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            profile=profile,
-        )
-        self.memory = MemoryModel(
-            model=request.model,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            memory_scale=request.emulation.memory_scale,
-        )
+        self.cost = StageCost.of_request(request, profile=profile)
+        self.memory = MemoryModel.of_request(request)
         self.layers = request.model.layers
         self.counts = {
             type_: count for type_, count in request.cluster.counts.items() if types is None or type_ in types

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from planner.catalogue import Backend, DeviceType
 from planner.cost import activations
@@ -13,6 +14,9 @@ from planner.cost.layer_flow import OperatorSet, Recompute, Segment, kept_bytes,
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes
 from planner.profile.analytic import PRECISION_BYTES
+
+if TYPE_CHECKING:
+    from planner.request import PlanRequest
 
 _MIB = 1024**2
 
@@ -61,6 +65,15 @@ class MemoryModel:
         self.dtypes = dtypes
         self.memory_scale = memory_scale
         self._rows: dict[tuple[int, int], RowBytes] = {}
+
+    @classmethod
+    def of_request(cls, request: PlanRequest) -> MemoryModel:
+        return cls(
+            model=request.model,
+            sequence_length=request.sequence_length,
+            dtypes=request.dtypes,
+            memory_scale=request.emulation.memory_scale,
+        )
 
     def tensor_bytes(self, load: StageLoad) -> int:
         """Peak of all live tensors: the state, and the larger of the training step and the optimizer's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from planner.catalogue import DeviceType
 from planner.cluster import Cluster, Links
@@ -17,6 +17,9 @@ from planner.operators import SUMMED_OPERATORS
 from planner.plan import Dtypes, Plan, StagePlan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import OperatorGroup, ProfileTable, StepSeconds
+
+if TYPE_CHECKING:
+    from planner.request import PlanRequest
 
 ZERO = StepSeconds(0.0, 0.0)
 
@@ -83,6 +86,17 @@ class StageCost:
             links=plan.cluster.links,
             sequence_length=plan.sequence_length,
             dtypes=plan.dtypes,
+            profile=profile,
+        )
+
+    @classmethod
+    def of_request(cls, request: PlanRequest, *, profile: ProfileTable | None = None) -> StageCost:
+        return cls(
+            model=request.model,
+            device_types=request.cluster.device_types,
+            links=request.cluster.links,
+            sequence_length=request.sequence_length,
+            dtypes=request.dtypes,
             profile=profile,
         )
 

@@ -217,20 +217,8 @@ class _Cheapest:
 
 
 def _cost_bound(request: PlanRequest, profile: ProfileTable) -> CostBound:
-    cost = StageCost(
-        model=request.model,
-        device_types=request.cluster.device_types,
-        links=request.cluster.links,
-        sequence_length=request.sequence_length,
-        dtypes=request.dtypes,
-        profile=profile,
-    )
-    memory = MemoryModel(
-        model=request.model,
-        sequence_length=request.sequence_length,
-        dtypes=request.dtypes,
-        memory_scale=request.emulation.memory_scale,
-    )
+    cost = StageCost.of_request(request, profile=profile)
+    memory = MemoryModel.of_request(request)
     state = memory.layer_state_bytes() * request.model.layers
     return CostBound(request, DeviceSpeeds(cost, request.cluster), state_bytes=state)
 

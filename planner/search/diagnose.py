@@ -55,12 +55,7 @@ def may_fit(request: PlanRequest) -> bool:
 
     Takes no time, and is never wrong when it says no: whatever is sharded, every value is somewhere.
     """
-    memory = MemoryModel(
-        model=request.model,
-        sequence_length=request.sequence_length,
-        dtypes=request.dtypes,
-        memory_scale=request.emulation.memory_scale,
-    )
+    memory = MemoryModel.of_request(request)
     types = request.cluster.device_types
     held = sum(types[name].memory_bytes * count for name, count in request.cluster.counts.items())
     return memory.layer_state_bytes() * request.model.layers <= held

@@ -56,20 +56,8 @@ class Enumeration:
         self._progress = progress
         self._told = time.monotonic()
         self.counts = SearchCounts()
-        self._cost = StageCost(
-            model=request.model,
-            device_types=request.cluster.device_types,
-            links=request.cluster.links,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            profile=profile,
-        )
-        self._memory = MemoryModel(
-            model=request.model,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            memory_scale=request.emulation.memory_scale,
-        )
+        self._cost = StageCost.of_request(request, profile=profile)
+        self._memory = MemoryModel.of_request(request)
 
     def best(self) -> tuple[Plan, Layout] | None:
         """The cheapest plan over the first few layouts that fit, and its layout; None if nothing fits."""

@@ -123,20 +123,8 @@ class ExactSolver:
         self.profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
         sizes = micro_batch_sizes or default_micro_batch_sizes(len(request.cluster.devices))
         self.sizes = [size for size in sizes if size <= request.global_batch_size]
-        self.cost = StageCost(
-            model=request.model,
-            device_types=request.cluster.device_types,
-            links=request.cluster.links,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            profile=self.profile,
-        )
-        self.memory = MemoryModel(
-            model=request.model,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            memory_scale=request.emulation.memory_scale,
-        )
+        self.cost = StageCost.of_request(request, profile=self.profile)
+        self.memory = MemoryModel.of_request(request)
         self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
         self._chains, self._chains_of = ChainPool(), Pool(())
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}

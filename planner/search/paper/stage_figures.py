@@ -74,20 +74,8 @@ class StageShop:
     ) -> None:
         self.request, self.pool, self.pipelines, self.zero_stage = request, pool, pipelines, zero_stage
         self.layers = request.model.layers
-        self.cost = StageCost(
-            model=request.model,
-            device_types=request.cluster.device_types,
-            links=request.cluster.links,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            profile=profile,
-        )
-        self.memory = MemoryModel(
-            model=request.model,
-            sequence_length=request.sequence_length,
-            dtypes=request.dtypes,
-            memory_scale=request.emulation.memory_scale,
-        )
+        self.cost = StageCost.of_request(request, profile=profile)
+        self.memory = MemoryModel.of_request(request)
         self._recompute = RecomputeModel(self.cost, self.memory)
         self._expected = Expected(request.cluster, pool, self.cost.row_bytes)
         self._choices: dict[tuple[Vector, int, int], StageChoice | None] = {}
