@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eth_service.commands import options
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,32 +20,18 @@ STRATEGIES = "eth,metis,hexiscale,type-split,uniform"
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="preset, or a file: ours or Hugging Face's config.json")],
-    cluster: Annotated[
-        str, typer.Option(help="nodes x devices : type, as in 4x8:910B2,4x8:910B4, or a cluster file")
-    ],
-    global_batch_size: Annotated[int, typer.Option(min=1, help="samples an iteration")],
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="tokens a sample [default: the model's longest]")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="of parameters and activations: bf16, fp16 or fp32")
-    ] = "bf16",
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch_size: options.GlobalBatchSize,
+    sequence_length: options.SequenceLength = None,
+    precision: options.PrecisionOption = "bf16",
     strategies: Annotated[str, typer.Option(help="which, separated by commas")] = STRATEGIES,
-    profiles: Annotated[
-        Path | None, typer.Option(help="folder of measured or imported profiles [default: datasheets]")
-    ] = None,
-    objective: Annotated[str, typer.Option(help="what to minimise: time or cost (of a token)")] = "time",
-    throughput_floor: Annotated[
-        float | None, typer.Option(help="with --objective cost: tokens a second that a plan must reach")
-    ] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="a device type's price an hour, as in 910B2=4.5; may be repeated")
-    ] = None,
-    no_recompute: Annotated[
-        bool, typer.Option("--no-recompute", help="no stage recomputes operators in backward")
-    ] = False,
-    zero: Annotated[str, typer.Option(help="ZeRO stages to choose from, separated by commas")] = "0,1,2",
+    profiles: options.Profiles = None,
+    objective: options.Objective = "time",
+    throughput_floor: options.ThroughputFloor = None,
+    price: options.Price = None,
+    no_recompute: options.NoRecompute = False,
+    zero: options.Zero = "0,1,2",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write the table and all plans here")
     ] = None,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eth_service.commands import options
+
 if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.profile.table import ProfileTable
@@ -14,17 +16,11 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="preset, or a file: ours or Hugging Face's config.json")],
-    cluster: Annotated[
-        str, typer.Option(help="nodes x devices : type, as in 4x8:910B2,4x8:910B4, or a cluster file")
-    ],
-    global_batch_size: Annotated[int, typer.Option(min=1, help="samples an iteration")],
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="tokens a sample [default: the model's longest]")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="of parameters and activations: bf16, fp16 or fp32")
-    ] = "bf16",
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch_size: options.GlobalBatchSize,
+    sequence_length: options.SequenceLength = None,
+    precision: options.PrecisionOption = "bf16",
     strategy: Annotated[str, typer.Option(help="how to search")] = "eth",
     memory_scale: Annotated[
         float, typer.Option(help="device bytes that one byte counts for, as in an emulated run")
@@ -35,26 +31,13 @@ def plan(
     equal_batches: Annotated[
         bool, typer.Option("--equal-batches", help="the same number of samples for every pipeline")
     ] = False,
-    profiles: Annotated[
-        Path | None, typer.Option(help="folder of measured or imported profiles [default: datasheets]")
-    ] = None,
-    objective: Annotated[str, typer.Option(help="what to minimise: time or cost (of a token)")] = "time",
-    throughput_floor: Annotated[
-        float | None, typer.Option(help="with --objective cost: tokens a second that the plan must reach")
-    ] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="a device type's price an hour, as in 910B2=4.5; may be repeated")
-    ] = None,
-    no_recompute: Annotated[
-        bool, typer.Option("--no-recompute", help="no stage recomputes operators in backward")
-    ] = False,
-    zero: Annotated[str, typer.Option(help="ZeRO stages to choose from, separated by commas")] = "0,1,2",
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="parts of the search to leave out: cache, skipping, order, dp, exact, peers; may be repeated"
-        ),
-    ] = None,
+    profiles: options.Profiles = None,
+    objective: options.Objective = "time",
+    throughput_floor: options.ThroughputFloor = None,
+    price: options.Price = None,
+    no_recompute: options.NoRecompute = False,
+    zero: options.Zero = "0,1,2",
+    without: options.Without = None,
     alpha: Annotated[
         float | None, typer.Option(help="tolerance of the approximate bound of early skipping [default: 1.5]")
     ] = None,
@@ -96,10 +79,8 @@ def plan(
         zero=zero,
         command="eth plan",
     )
-    options = SearchOptions.named(
-        without or (), alpha=alpha, evaluations=evaluations, time_budget=time_budget
-    )
-    control = SearchControl(options, progress=progress, interruptible=True)
+    chosen = SearchOptions.named(without or (), alpha=alpha, evaluations=evaluations, time_budget=time_budget)
+    control = SearchControl(chosen, progress=progress, interruptible=True)
     try:
         found = find_plans(request, most=max(top, 2 if explain else 1), profile=profile, control=control)
     except SearchStopped as stopped:

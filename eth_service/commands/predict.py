@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eth_service.commands import options
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,9 +21,7 @@ _MOST_COLLECTIVES = 8
 
 def predict(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan file, JSON or YAML")],
-    profiles: Annotated[
-        Path | None, typer.Option(help="folder of measured or imported profiles [default: datasheets]")
-    ] = None,
+    profiles: options.Profiles = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write the plan with its prediction here")
     ] = None,
