@@ -47,7 +47,9 @@ def test_growth_is_plotted_in_characters() -> None:
     assert [row["devices"] for row in result["rows"]] == [24]
     assert result["seconds_at_8192"] is None
     plot = shown.splitlines()[3:]
-    assert any("p" in line.split("|")[-1] for line in plot if "|" in line) and "24 devices" in shown
+    drawn = "".join(line.split("|")[-1] for line in plot if "|" in line)
+    assert ("*" in drawn) != ("p" in drawn and "b" in drawn), "one size is planned and bounded, each drawn once"
+    assert "24 devices" in shown
 
 
 @pytest.mark.slow
