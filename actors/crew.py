@@ -25,6 +25,7 @@ from planner.errors import UserError
 from planner.plan import Plan
 
 if TYPE_CHECKING:
+    from actors.engine.checkpoint import SavedCheckpoint
     from actors.engine.trainer import TrainerConfig
 
 PLACEMENT_SECONDS = 60.0
@@ -85,9 +86,19 @@ class Crew:
             self._everywhere(lambda p: p.start.remote(config, rendezvous)), patience_seconds=_UP_SECONDS
         )
 
-    def submit(self, iteration: int) -> Pending:
-        """Ask for an iteration; the workers begin it as soon as they have ended the one before."""
-        return self._everywhere(lambda p: p.run_iteration.remote(iteration))
+    def submit(self, iteration: int, *, first: int = 1, checkpoint: Path | None = None) -> Pending:
+        """Ask for an iteration; the workers begin it as soon as they have ended the one before.
+
+        `first` is the run's first. The state after it is saved as `checkpoint`, while training goes on.
+        """
+        return self._everywhere(lambda p: p.run_iteration.remote(iteration, first, checkpoint))
+
+    def finish_checkpoints(self, *, patience_seconds: float) -> tuple[SavedCheckpoint, ...]:
+        """Wait for the save under way; what became of it."""
+        saved = self.collect(
+            self._everywhere(lambda p: p.finish_checkpoints.remote()), patience_seconds=patience_seconds
+        )
+        return tuple(saved[0])
 
     def save_weights(self, path: Path, *, patience_seconds: float) -> None:
         self.collect(

@@ -17,7 +17,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.crew import Crew
+from actors.checkpoints import Checkpoint
+from actors.crew import Crew, Pending
 from actors.failure import TrainingFailed
 from actors.inventory import NodeDevices, read_inventory
 from actors.job import Job, read_job
@@ -26,6 +27,7 @@ from actors.placement import bind_nodes
 from actors.planning import Prepared, make_plan, prepare
 from actors.ray_session import StopSignals, ray_session
 from actors.run_folder import RunFolder, default_folder
+from actors.save_schedule import SaveSchedule
 from actors.summary import Observer, Silent, Summary, summarize
 from actors.worker import MakeTrainer, engine_trainer
 from planner.errors import UserError
@@ -35,6 +37,7 @@ from planner.plan import Plan
 _AHEAD = 2
 # A call is given up when it lasts this many times what it should: peers notice a lost rank long before.
 _SLOW_FACTOR = 10.0
+_SAVE_PATIENCE_SECONDS = 3600.0
 
 
 class TrainingStopped(Exception):
@@ -48,18 +51,25 @@ def run_job(
     address: str | None = None,
     equal_batches: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     observer: Observer | None = None,
     make_trainer: MakeTrainer = engine_trainer,
 ) -> Summary:
     """Train `job` to its last step and return the summary; RunFolder says what is left in `output`.
 
-    `address` is a Ray cluster's (None: an embedded Ray for this job alone). Raises UserError for what the
-    user wrote, TrainingFailed when a rank fails, TrainingStopped on SIGINT or SIGTERM. Whichever way it
-    ends, no process of the run is left, and the observer is told the end of a run that had begun.
+    With `resume` it goes on from the newest checkpoint of that run, under whatever plan the job has now. `address`
+    is a Ray cluster's (None: an embedded Ray for this job alone). Raises UserError for what the user wrote,
+    TrainingFailed when a rank fails, TrainingStopped on SIGINT or SIGTERM. Whichever way it ends, no process of
+    the run is left, and the observer is told the end of a run that had begun.
     """
-    folder = RunFolder.check(output or default_folder(job), overwrite=overwrite)
+    folder = RunFolder.check(output or default_folder(job), overwrite=overwrite, resume=resume)
     prepared = prepare(job, equal_batches=equal_batches)
-    run = _Run(job, folder, observer or Silent(), make_trainer)
+    saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
+    observer = observer or Silent()
+    start = saves.resume(job, prepared.tokens, observer.status) if resume else None
+    if start is None:
+        saves.check_new(folder.path)
+    run = _Run(job, folder, observer, make_trainer, saves=saves, start=start)
     with StopSignals() as signals:
         try:
             with ray_session(address):
@@ -88,8 +98,20 @@ def run_job(
 class _Run:
     """The state of one run."""
 
-    def __init__(self, job: Job, folder: RunFolder, observer: Observer, make_trainer: MakeTrainer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        observer: Observer,
+        make_trainer: MakeTrainer,
+        *,
+        saves: SaveSchedule,
+        start: Checkpoint | None,
+    ) -> None:
         self._job = job
+        self._saves = saves
+        self._start = start
+        self._done = start.iteration if start else 0
         self._folder = folder
         self._observer = observer
         self._make_trainer = make_trainer
@@ -99,23 +121,27 @@ class _Run:
 
     @property
     def iterations(self) -> int:
-        """Iterations that have ended."""
-        return len(self._rows)
+        """Iterations that have ended, those before a checkpoint that the run began with included."""
+        return self._done
 
     def train(self, prepared: Prepared, *, equal_batches: bool) -> None:
         """Plan, place, iterate and save, on the Ray that this process is connected to."""
         self._observer.status("planning")
         plan = make_plan(self._job, prepared, equal_batches=equal_batches)
         bound = _bind(plan)
-        self._folder.create()
+        self._folder.create(keep_metrics=self._start is not None)
+        if self._start is None:
+            self._saves.clear(self._folder.path)
         self._folder.write_job(self._job)
         self._folder.write_plan(plan)
         self._plan = plan
         self._observer.planned(plan, folder=self._folder.path, steps=self._job.training.steps)
         self._observer.status(f"starting {plan.world_size} workers")
         with Crew(plan, bound=bound, make_trainer=self._make_trainer) as crew:
-            crew.start(prepared.trainer_config(self._job, plan))
+            resume_from = self._start.path if self._start else None
+            crew.start(prepared.trainer_config(self._job, plan, resume_from=resume_from))
             self._iterate(crew, plan)
+            self._finish_checkpoints(crew)
             self._observer.status("saving weights")
             crew.save_weights(self._folder.weights, patience_seconds=self._patience(plan))
             crew.close(patience_seconds=self._patience(plan))
@@ -128,6 +154,7 @@ class _Run:
             self._rows,
             state=state,
             folder=self._folder,
+            iterations=self._done,
             steps=self._job.training.steps,
             emulated=self._plan is not None and self._plan.cluster.emulated,
             wall_seconds=time.monotonic() - self._began,
@@ -140,16 +167,30 @@ class _Run:
 
     def _iterate(self, crew: Crew, plan: Plan) -> None:
         measurements = Measurements(plan)
-        steps = self._job.training.steps
-        pending = deque(crew.submit(i) for i in range(1, min(_AHEAD, steps) + 1))
-        for iteration in range(1, steps + 1):
+        first, steps = self._done + 1, self._job.training.steps
+
+        def submit(iteration: int) -> Pending:
+            return crew.submit(iteration, first=first, checkpoint=self._saves.path_after(iteration))
+
+        pending = deque(submit(i) for i in range(first, min(first + _AHEAD - 1, steps) + 1))
+        for iteration in range(first, steps + 1):
             reports = crew.collect(pending.popleft(), patience_seconds=self._patience(plan))
             if iteration + _AHEAD <= steps:
-                pending.append(crew.submit(iteration + _AHEAD))
+                pending.append(submit(iteration + _AHEAD))
             row = measurements.row(reports)
             self._rows.append(row)
+            self._done = iteration
             self._folder.append_metrics(row)
             self._observer.iteration(row)
+            for saved in reports[0].saved:
+                self._observer.checkpoint(saved)
+
+    def _finish_checkpoints(self, crew: Crew) -> None:
+        """Wait for the last save, for which a disk may need long."""
+        if self._saves.on:
+            self._observer.status("saving the last checkpoint")
+            for saved in crew.finish_checkpoints(patience_seconds=_SAVE_PATIENCE_SECONDS):
+                self._observer.checkpoint(saved)
 
     def _patience(self, plan: Plan) -> float:
         """How long the driver waits for a call: peers notice a lost rank sooner, by their own timeout."""
@@ -176,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="run folder (default: runs/<name>-<time>)")
     parser.add_argument("--equal-batches", action="store_true", help="split samples equally over pipelines")
     parser.add_argument("--overwrite", action="store_true", help="allow a run folder that is not empty")
+    parser.add_argument("--resume", action="store_true", help="go on from the run folder's newest checkpoint")
     chosen = parser.parse_args(arguments)
     try:
         run_job(
@@ -185,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
             address=os.environ.get("RAY_ADDRESS"),
             equal_batches=chosen.equal_batches,
             overwrite=chosen.overwrite,
+            resume=chosen.resume,
             observer=Console(),
         )
     except UserError as error:

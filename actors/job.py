@@ -13,7 +13,7 @@ from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
 from planner.plan import MAX_GLOBAL_BATCH_SIZE, GradientSync, Plan, Precision, read_plan
-from planner.units import Seconds
+from planner.units import Seconds, parse_seconds
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -131,6 +131,44 @@ class Runtime(Contract):
     )
 
 
+class Checkpointing(Contract):
+    """When the state of training is saved, to go on from later (`eth train --resume`)."""
+
+    every: int | str | None = Field(
+        default=None, description="iterations (a number) or time (`10 min`) between two saves; null: none"
+    )
+    keep: int = Field(default=2, ge=1, description="how many of the newest stay")
+    directory: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for checkpoints; the run folder's `checkpoints` unless given",
+    )
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _iterations_or_time(cls, value: Any) -> Any:
+        # Before the types are checked: a union would answer with a line for each of them.
+        if isinstance(value, str):
+            seconds = parse_seconds(value)
+            good = isinstance(seconds, float) and 0 < seconds < math.inf
+        else:
+            good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+        if not good:
+            raise ValueError(
+                f"every = {value!r} must be a number of iterations, 1 or more, or a time such as '10 min'"
+            )
+        return value
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds between two saves, where a time was given."""
+        if not isinstance(self.every, str):
+            return None
+        seconds = parse_seconds(self.every)
+        assert isinstance(seconds, float)
+        return seconds
+
+
 class Emulation(Contract):
     """Emulated devices: `time_scale` wall seconds stand for one device second (`auto` picks the least
     that the host can keep up with); a byte measured on the host counts as `memory_scale` device bytes;
@@ -163,6 +201,7 @@ class Job(Contract):
     plan: Literal["auto"] | Plan = "auto"
     strategy: str = "eth"
     runtime: Runtime = Runtime()
+    checkpoint: Checkpointing = Checkpointing()
     emulation: Emulation | None = None
 
     _base: Path = PrivateAttr(default=Path())
@@ -215,6 +254,12 @@ class Job(Contract):
 
     def data_path(self) -> Path:
         return Path(self.base, self.data.path).expanduser()
+
+    def checkpoint_folder(self, run_folder: Path) -> Path:
+        """Where the checkpoints of a run lie."""
+        if self.checkpoint.directory is None:
+            return run_folder / "checkpoints"
+        return Path(self.base, self.checkpoint.directory).expanduser().resolve()
 
 
 def parse_job(data: object, *, base: Path, source: str = "job") -> Job:

@@ -67,7 +67,7 @@ class Pipeline:
     ) -> None:
         self._places = {place.rank: place for place in places}
         self._turn = asyncio.Condition()
-        self._ended = 0
+        self._ended: int | None = None
         self._processes: dict[int, RankProcess] = {}
         self._owed: Counter[int] = Counter()
         self._workers: dict[int, ActorHandle] = {
@@ -85,18 +85,25 @@ class Pipeline:
         """Build the engine on every rank."""
         return await self._everywhere(lambda worker: worker.start.remote(config, rendezvous))
 
-    async def run_iteration(self, iteration: int) -> Outcome:
-        """One iteration on every rank; results are IterationReports.
+    async def run_iteration(self, iteration: int, first: int, checkpoint: Path | None) -> Outcome:
+        """One iteration on every rank; results are IterationReports. `first` is the run's first iteration.
 
         Ray may start calls of an asynchronous actor out of order, so each waits for the iteration before it.
         """
         async with self._turn:
-            await self._turn.wait_for(lambda: self._ended == iteration - 1)
+            await self._turn.wait_for(
+                lambda: iteration == (first if self._ended is None else self._ended + 1)
+            )
             try:
-                return await self._everywhere(lambda worker: worker.run_iteration.remote(iteration))
+                return await self._everywhere(
+                    lambda worker: worker.run_iteration.remote(iteration, checkpoint)
+                )
             finally:
                 self._ended = iteration
                 self._turn.notify_all()
+
+    async def finish_checkpoints(self) -> Outcome:
+        return await self._everywhere(lambda worker: worker.finish_checkpoints.remote())
 
     async def save_weights(self, path: Path) -> Outcome:
         return await self._everywhere(lambda worker: worker.save_weights.remote(path))

@@ -34,8 +34,8 @@ class Prepared:
     tokens: Path
     plan: Plan | None
 
-    def trainer_config(self, job: Job, plan: Plan) -> TrainerConfig:
-        """What every rank is told."""
+    def trainer_config(self, job: Job, plan: Plan, *, resume_from: Path | None = None) -> TrainerConfig:
+        """What every rank is told; `resume_from` is the checkpoint to begin with."""
         from actors.engine.trainer import TrainerConfig
 
         return TrainerConfig(
@@ -45,6 +45,8 @@ class Prepared:
             timeout_seconds=job.runtime.timeout_seconds,
             deterministic=job.runtime.deterministic,
             on_nan=job.runtime.on_nan,
+            keep_checkpoints=job.checkpoint.keep,
+            resume_from=resume_from,
         )
 
 

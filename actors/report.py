@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
 from rich.table import Table
@@ -14,6 +15,9 @@ from actors.summary import Summary
 from planner.describe import describe
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from actors.engine.checkpoint import SavedCheckpoint
 
 _EMULATED = (
     "EMULATED: this host plays the devices; times are device seconds and support claims about balance only"
@@ -31,6 +35,7 @@ class Console:
         self._out = terminal or _terminal()
         self._steps = 0
         self._began = 0.0
+        self._first: int | None = None
 
     def status(self, text: str) -> None:
         """A dim line, so that a pause is explained."""
@@ -49,11 +54,15 @@ class Console:
 
     def iteration(self, row: Row) -> None:
         """One line: loss, measured against predicted, each pipeline's speed, time left."""
-        if row["iteration"] == 1:
+        if self._first is None:
             # The first iteration warms up; time left is reckoned from those after it.
-            self._began = time.monotonic()
+            self._first, self._began = row["iteration"], time.monotonic()
         left = self._seconds_left(row["iteration"])
         self._say(iteration_line(row, steps=self._steps, seconds_left=left))
+
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
+        """A line: where the state lies now, or why the save failed."""
+        self._say(checkpoint_line(saved), style="" if saved.error is None else "bold red")
 
     def finished(self, summary: Summary) -> None:
         """How it ended and what there is to look at."""
@@ -64,9 +73,10 @@ class Console:
         self._out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _seconds_left(self, iteration: int) -> float | None:
-        if iteration < 2:
+        done = iteration - (self._first or iteration)
+        if done < 1:
             return None
-        return (time.monotonic() - self._began) / (iteration - 1) * (self._steps - iteration)
+        return (time.monotonic() - self._began) / done * (self._steps - iteration)
 
 
 def _terminal() -> Terminal:
@@ -121,6 +131,19 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     if seconds_left is not None:
         parts.append(f"ETA {_clock(seconds_left)}")
     return "  ".join(parts)
+
+
+def checkpoint_line(saved: SavedCheckpoint) -> str:
+    """How a save went."""
+    if saved.error is not None:
+        return (
+            f"checkpoint after iteration {saved.iteration} FAILED: {saved.error}; training goes on, older"
+            " checkpoints stay"
+        )
+    return (
+        f"checkpoint after iteration {saved.iteration}: {format_bytes(saved.bytes)} in"
+        f" {format_seconds(saved.seconds)}, of which training waited {format_seconds(saved.pause_seconds)}"
+    )
 
 
 def summary_lines(summary: Summary) -> list[str]:

@@ -36,20 +36,27 @@ class RunFolder:
         self.weights = self.path / "weights.safetensors"
 
     @classmethod
-    def check(cls, path: Path, *, overwrite: bool) -> RunFolder:
+    def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> RunFolder:
         """The folder to be; UserError if it cannot take a run. Writes nothing."""
         if path.exists() and not path.is_dir():
             raise UserError(f"--output {path} is not a folder; name another")
-        if path.is_dir() and any(path.iterdir()) and not overwrite:
-            raise UserError(f"--output {path} is not empty; name another folder or add --overwrite")
+        if overwrite and resume:
+            raise UserError("--overwrite and --resume exclude each other; leave one out")
+        if path.is_dir() and any(path.iterdir()) and not (overwrite or resume):
+            raise UserError(
+                f"--output {path} is not empty; name another folder, add --resume to go on with its run, or"
+                " --overwrite to lose it"
+            )
         return cls(path)
 
-    def create(self) -> None:
-        """Make the folder and clear what an earlier run wrote into it."""
+    def create(self, *, keep_metrics: bool = False) -> None:
+        """Make the folder and clear what an earlier run wrote into it, the rows that a resumed run goes on
+        with apart."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in _FILES:
-                (self.path / name).unlink(missing_ok=True)
+                if not (keep_metrics and name == self.metrics.name):
+                    (self.path / name).unlink(missing_ok=True)
             self.metrics.touch()
         except OSError as error:
             raise UserError(
@@ -61,6 +68,8 @@ class RunFolder:
         data = job.model_dump(mode="json", exclude_defaults=True)
         if job.data.path != PYTHON_STDLIB:
             data["data"]["path"] = str(job.data_path().resolve())
+        if job.checkpoint.directory is not None:
+            data["checkpoint"]["directory"] = str(job.checkpoint_folder(self.path))
         self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))
 
     def write_plan(self, plan: Plan) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from actors.metrics import Row, finish_spread
 from actors.run_folder import SUMMARY, RunFolder
 from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from actors.engine.checkpoint import SavedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Observer(Protocol):
     def iteration(self, row: Row) -> None:
         """An iteration has ended; `row` is what metrics.jsonl has of it."""
 
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
+        """A checkpoint is whole, or could not be saved: training goes on in both cases."""
+
     def finished(self, summary: Summary) -> None:
         """The run has ended, well or not; nothing of it is left but the run folder."""
 
@@ -66,6 +72,9 @@ class Silent:
     def iteration(self, row: Row) -> None:
         return
 
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
+        return
+
     def finished(self, summary: Summary) -> None:
         return
 
@@ -75,6 +84,7 @@ def summarize(
     *,
     state: str,
     folder: RunFolder,
+    iterations: int,
     steps: int,
     emulated: bool,
     wall_seconds: float,
@@ -85,7 +95,7 @@ def summarize(
         "state": state,
         "folder": str(folder.path),
         "written": [*folder.written(), SUMMARY] if folder.path.exists() else [],
-        "iterations": len(rows),
+        "iterations": iterations,
         "steps": steps,
         "emulated": emulated,
         "wall_seconds": wall_seconds,

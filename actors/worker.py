@@ -21,6 +21,7 @@ from planner.plan import RankPlace
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from actors.engine.checkpoint import SavedCheckpoint
     from actors.engine.trainer import IterationReport, TrainerConfig
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ T = TypeVar("T")
 class RankTrainer(Protocol):
     """What a worker needs of the engine's Trainer."""
 
-    def run_iteration(self, iteration: int) -> IterationReport: ...
+    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport: ...
+    def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]: ...
     def save_weights(self, path: Path) -> None: ...
     def close(self) -> None: ...
 
@@ -75,9 +77,14 @@ class Worker:
 
         return self._attempt(build)
 
-    def run_iteration(self, iteration: int) -> IterationReport | RankFailure:
-        """One iteration, counted from 1. Calls queue up and run in the order they were made."""
-        return self._attempt(lambda: self._started().run_iteration(iteration))
+    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport | RankFailure:
+        """One iteration, counted from 1, after which the state is saved as `checkpoint`. Calls queue up and run
+        in the order they were made."""
+        return self._attempt(lambda: self._started().run_iteration(iteration, checkpoint))
+
+    def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...] | RankFailure:
+        """Wait for the save under way."""
+        return self._attempt(lambda: self._started().finish_checkpoints())
 
     def save_weights(self, path: Path) -> RankFailure | None:
         """Take part in writing the whole model to one file on rank 0's host."""

@@ -46,15 +46,7 @@ def accept_job(data: object, *, root: Path) -> Job:
     if isinstance(data, dict):
         _confine(data, root)
     job = parse_job(data, base=root)
-    if job.data.path == PYTHON_STDLIB:
-        check_feasible(job)
-        return job
-    path = (root / job.data.path).resolve()
-    if not path.exists():
-        raise UserError(
-            f"data.path = {job.data.path!r} does not exist under the data root {root}; check the path"
-        )
-    placed = parse_job({**job_document(job), "data": {**job.data.model_dump(), "path": str(path)}}, base=root)
+    placed = parse_job(_absolute(job_document(job), root), base=root)
     check_feasible(placed)
     return placed
 
@@ -64,12 +56,29 @@ def job_document(job: Job) -> dict[str, Any]:
     return job.model_dump(mode="json")
 
 
+def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The document with absolute paths, as whoever runs the job has another working folder."""
+    data, checkpoint = document["data"], document["checkpoint"]
+    if data["path"] != PYTHON_STDLIB:
+        path = (root / data["path"]).resolve()
+        if not path.exists():
+            raise UserError(
+                f"data.path = {data['path']!r} does not exist under the data root {root}; check the path"
+            )
+        data["path"] = str(path)
+    if checkpoint["directory"] is not None:
+        checkpoint["directory"] = str((root / checkpoint["directory"]).resolve())
+    return document
+
+
 def _confine(data: dict[str, Any], root: Path) -> None:
     """Refuse every path of a job that leads out of the data root, whether by `..`, `/` or a link."""
-    section = data.get("data")
-    text = section if isinstance(section, dict) else {}
+    text, checkpoint = (
+        section if isinstance(section, dict) else {} for section in (data.get("data"), data.get("checkpoint"))
+    )
     named = {field: data.get(field) for field in ("model", "cluster", "plan")} | {
-        "data.path": text.get("path")
+        "data.path": text.get("path"),
+        "checkpoint.directory": checkpoint.get("directory"),
     }
     for field, value in named.items():
         if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):

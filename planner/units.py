@@ -13,7 +13,7 @@ _BYTES = {"": 1.0, "b": 1.0} | {
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000.0), ("ib", 1024.0))
 }
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_SECONDS = {"": 1.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _QUANTITY = re.compile(r"^\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*$", re.IGNORECASE)
 
 
@@ -69,7 +69,7 @@ def parse_seconds(value: object) -> object:
         return value
     number, unit = parts
     if unit.lower() not in _SECONDS:
-        raise ValueError(f"unit {unit!r} of {value!r} is not known; use s, ms, us or ns")
+        raise ValueError(f"unit {unit!r} of {value!r} is not known; use h, min, s, ms, us or ns")
     return number * _SECONDS[unit.lower()]
 
 

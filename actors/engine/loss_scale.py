@@ -14,14 +14,14 @@ _INTERVAL = 1_000
 class LossScale:
     """A power of two that halves when a gradient overflows and doubles after `interval` that did not.
 
-    What it does depends only on which iterations were finite, which all ranks agree on. Without `dynamic`
-    it stays as it is.
+    What it does depends only on which iterations were finite, which all ranks agree on; `finite` counts those since
+    the last change. Without `dynamic` it stays as it is.
     """
 
     value: float = 1.0
     dynamic: bool = False
     interval: int = _INTERVAL
-    _finite: int = 0
+    finite: int = 0
 
     @classmethod
     def of(cls, precision: Precision) -> LossScale:
@@ -38,8 +38,13 @@ class LossScale:
         if not self.dynamic:
             return
         if not finite:
-            self.value, self._finite = max(1.0, self.value / 2), 0
+            self.value, self.finite = max(1.0, self.value / 2), 0
             return
-        self._finite += 1
-        if self._finite == self.interval:
-            self.value, self._finite = self.value * 2, 0
+        self.finite += 1
+        if self.finite == self.interval:
+            self.value, self.finite = self.value * 2, 0
+
+    def restore(self, value: float, *, finite: int) -> None:
+        """Go on where a checkpoint of the same precision left off."""
+        if self.dynamic:
+            self.value, self.finite = value, finite

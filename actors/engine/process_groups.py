@@ -66,14 +66,18 @@ def group_specs(plan: Plan) -> tuple[GroupSpec, ...]:
 _GENERATIONS = itertools.count()
 
 
+_CHECKPOINT_TIMEOUT = timedelta(hours=1)
+
+
 class ProcessGroups:
     """The groups of one rank, from `open` to `close`; one at a time in a process, as torch has one world.
 
     A wait for a peer longer than the timeout raises; so does a wait for one that died.
     """
 
-    def __init__(self, groups: dict[GroupSpec, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: dict[GroupSpec, dist.ProcessGroup], *, checkpoints: dist.ProcessGroup) -> None:
         self._groups = groups
+        self._checkpoints: dist.ProcessGroup | None = checkpoints
         self._by_name = {spec.name: group for spec, group in groups.items()}
         self._generation = next(_GENERATIONS)
 
@@ -104,7 +108,15 @@ class ProcessGroups:
             group = dist.new_group(list(spec.ranks), timeout=timeout, group_desc=spec.name)
             if rank in spec.ranks:
                 made[spec] = group
-        return cls(made)
+        # Saving goes on in the background, beside training and on the host's processor. A slow disk is no hang.
+        checkpoints = dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT, group_desc="checkpoints")
+        assert checkpoints is not None
+        return cls(made, checkpoints=checkpoints)
+
+    def checkpoints(self) -> dist.ProcessGroup:
+        """A CPU group of the whole world, for saving alone."""
+        assert self._checkpoints is not None, "the groups are closed"
+        return self._checkpoints
 
     def tp_mesh(self, place: RankPlace, device: torch.device) -> DeviceMesh | None:
         """The mesh of the replica's TP group; None without TP."""
@@ -137,5 +149,6 @@ class ProcessGroups:
         """Leave all groups; peers that still wait for this rank get an error."""
         self._groups.clear()
         self._by_name.clear()
+        self._checkpoints = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -8,6 +8,7 @@ whatever its shape, is written through the same strided views that its gradient 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +16,23 @@ from actors.engine.gradient_buffer import GradientBuffer
 from actors.engine.optimizer import clip_coefficient, make_optimizer
 from actors.engine.shard_transport import Shard, ShardTransport, gather_all
 from actors.job import Optimizer as OptimizerSettings
+from planner.gradient_blocks import Atom
 from planner.gradient_calls import GradientCall, Section
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Optimizer state of elements `[start, stop)`, in row-major order, of a parameter's TP range.
+
+    `tensors` is flat and as in `PieceState`: writing into them loads a checkpoint. `step` counts updates.
+    """
+
+    name: str
+    tp_range: tuple[int, int] | None
+    start: int
+    stop: int
+    step: torch.Tensor
+    tensors: dict[str, torch.Tensor]
 
 
 class ShardedOptimizer:
@@ -43,10 +60,14 @@ class ShardedOptimizer:
         self._parameters = [piece.parameter for piece in pieces]
         self._places = [piece.gradient for piece in pieces]
         by_index = {section.index: section for section in sections}
-        ranges = [
-            (buffer.section_view(by_index[shard.section])[start:stop], decayed)
+        places = [
+            (by_index[shard.section], start, stop, decayed)
             for shard in shards
             for start, stop, decayed in _decay_ranges(by_index[shard.section], shard, decays)
+        ]
+        self._places_of_shares = [(section, start, stop) for section, start, stop, _ in places]
+        ranges = [
+            (buffer.section_view(section)[start:stop], decayed) for section, start, stop, decayed in places
         ]
         self._shares = [view for view, _ in ranges]
         self._masters: list[torch.Tensor] | None = None
@@ -54,10 +75,12 @@ class ShardedOptimizer:
             self._load_parameters()
             self._masters = [view.clone() for view in self._shares]
             buffer.zero()
-        updated = self._masters or self._shares
+        self._updated = self._masters or self._shares
         groups = [
             {
-                "params": [u for u, (_, decayed) in zip(updated, ranges, strict=True) if decayed == which],
+                "params": [
+                    u for u, (_, decayed) in zip(self._updated, ranges, strict=True) if decayed == which
+                ],
                 "weight_decay": settings.weight_decay if which else 0.0,
             }
             for which in (True, False)
@@ -76,6 +99,23 @@ class ShardedOptimizer:
             self._update_in_the_buffer()
         else:
             self._update_masters(self._masters)
+
+    def states(self) -> Iterator[ShardState]:
+        """The state of the rank's shards, by the pieces of parameters that they are made of."""
+        for updated, (section, start, stop) in zip(self._updated, self._places_of_shares, strict=True):
+            state = self._torch.state[updated]
+            tensors = {name: value for name, value in state.items() if name != "step"}
+            if self._masters is not None:
+                tensors["master"] = updated
+            for atom, first, last, begin in _atoms_within(section, start, stop):
+                yield ShardState(
+                    atom.parameter,
+                    atom.tp_range,
+                    first,
+                    last,
+                    state["step"],
+                    {name: value[begin : begin + last - first] for name, value in tensors.items()},
+                )
 
     def gather(self) -> None:
         """Write every parameter of the rank from the shards of all holders."""
@@ -105,6 +145,17 @@ class ShardedOptimizer:
     def _load_parameters(self) -> None:
         """Lay the parameters out as their gradients are."""
         torch._foreach_copy_(self._places, self._parameters)
+
+
+def _atoms_within(section: Section, start: int, stop: int) -> Iterator[tuple[Atom, int, int, int]]:
+    """The atoms in elements `[start, stop)` of a section: the atom, its own elements' range, and where in
+    `[start, stop)` they begin. Rounding at the end belongs to none."""
+    place = 0
+    for atom in (atom for block in section.blocks for atom in block.atoms):
+        first, last = max(start, place), min(stop, place + atom.numel)
+        if first < last:
+            yield atom, first - place, last - place, first - start
+        place += atom.numel
 
 
 def _decay_ranges(section: Section, shard: Shard, decays: dict[str, bool]) -> Iterator[tuple[int, int, bool]]:

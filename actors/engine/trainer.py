@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from actors.engine.agreement import Agreed, OnNan, agree, updates
 from actors.engine.batches import ReplicaBatches
+from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.data import Samples
 from actors.engine.device import Device, make_device
 from actors.engine.exchange import Exchange
@@ -28,6 +29,7 @@ from actors.engine.sharded_optimizer import ShardedOptimizer
 from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
 from actors.engine.tokens import TokenFile
+from actors.engine.training_state import TrainingState
 from actors.engine.transports import gradient_transport, message_transports, shard_transport
 from actors.engine.weights import initial_parameter, save_weights, shard
 from actors.job import Training
@@ -56,6 +58,8 @@ class TrainerConfig:
     timeout_seconds: float
     deterministic: bool = False
     on_nan: OnNan = "stop"
+    keep_checkpoints: int = 2
+    resume_from: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class IterationReport:
     world's, the same on every rank. An iteration that was `skipped` updated nothing. `steps` counts
     forward, backward and optimizer steps of this iteration, `late_steps` those in which an emulated device's
     host could not keep up. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
-    `events` count wall seconds from `start_time`.
+    `events` count wall seconds from `start_time`. `saved` are the checkpoints that ended since the last report,
+    told by rank 0.
     """
 
     iteration: int
@@ -83,6 +88,7 @@ class IterationReport:
     skipped: bool = False
     loss_scale: float = 1.0
     events: tuple[Event, ...] = ()
+    saved: tuple[SavedCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,22 @@ class Trainer:
                     sections=layout.sections_of(rank),
                 )
                 self._sync, self._optimizer = self._make_update(layout)
-            self._batches = _batches(config, self._place, self._device)
+            tokens = TokenFile(config.tokens)
+            self._batches = _batches(config, tokens, self._place, self._device)
             self._runner = self._make_runner()
+            self._state = TrainingState(
+                plan=self._plan,
+                rank=rank,
+                training=config.training,
+                tokens=tokens,
+                handles=self._handles,
+                optimizer=self._optimizer,
+                loss_scale=self._loss_scale,
+                group=self._groups.checkpoints(),
+                keep=config.keep_checkpoints,
+            )
+            if config.resume_from is not None:
+                self._state.load(config.resume_from)
         except BaseException:
             self._groups.close()
             raise
@@ -162,10 +182,14 @@ class Trainer:
         """The rank's parameters."""
         return self._handles
 
-    def run_iteration(self, iteration: int) -> IterationReport:
-        """One iteration, counted from 1. If it fails, the peers are cut off, so that they fail as well."""
+    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport:
+        """One iteration, counted from 1; afterwards begin to save its state as `checkpoint`. If it fails, the
+        peers are cut off, so that they fail as well."""
         try:
-            return self._run_iteration(iteration)
+            report = self._run_iteration(iteration)
+            if checkpoint is not None:
+                self.save_checkpoint(checkpoint, iteration=iteration, loss=report.loss)
+            return replace(report, saved=self._state.poll())
         except BaseException:
             self._sync.close()
             self._groups.abort()
@@ -182,6 +206,7 @@ class Trainer:
             update = self._decide(iteration, gradients.agreed)
             if update:
                 self.apply_gradients(iteration, gradients)
+                self._state.updates += 1
         end = time.monotonic()
         return IterationReport(
             iteration=iteration,
@@ -251,12 +276,23 @@ class Trainer:
         self._loss_scale.saw(finite=agreed.finite)
         return updates(agreed, iteration=iteration, on_nan=self._config.on_nan, place=self._place)
 
+    def save_checkpoint(self, path: Path, *, iteration: int, loss: float) -> None:
+        """Begin to save the state after an iteration, on every rank; later reports and `finish_checkpoints` tell
+        what became of it."""
+        self._device.synchronize()
+        self._state.save(path, iteration=iteration, loss=loss)
+
+    def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]:
+        """Wait for the save under way, and tell of it."""
+        return self._state.finish()
+
     def save_weights(self, path: Path) -> None:
         """Write the whole model to one safetensors file on rank 0's host."""
         save_weights(path, plan=self._plan, handles=self._handles, rank=self._place.rank)
 
     def close(self) -> None:
         """Leave the process groups. Peers that still wait for this rank get an error."""
+        self._state.finish()
         self._sync.close()
         self._buffer.close()
         self._groups.close()
@@ -355,9 +391,9 @@ def _build_model(
     return model, handles
 
 
-def _batches(config: TrainerConfig, place: RankPlace, device: Device) -> ReplicaBatches:
+def _batches(config: TrainerConfig, tokens: TokenFile, place: RankPlace, device: Device) -> ReplicaBatches:
     samples = Samples(
-        TokenFile(config.tokens),
+        tokens,
         sequence_length=config.plan.sequence_length,
         global_batch_size=config.plan.global_batch_size,
         seed=config.training.seed,

@@ -25,16 +25,16 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="allow a run folder that is not empty")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the run folder's checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the run folder's newest checkpoint")
+    ] = False,
 ) -> None:
     """Plan a job, train it and write metrics, plan and weights to the run folder.
 
     Ctrl-C stops it cleanly. Exit code 1: a rank failed; 2: the job or an option is wrong; 130: stopped.
     """
-    if resume:
-        raise UserError(
-            "--resume is not available yet: runs leave no checkpoints; start again with --overwrite"
-        )
+    if resume and output is None:
+        raise UserError("--resume needs --output with the run folder to go on with; add it")
     from actors.driver import TrainingStopped, run_job
     from actors.failure import TrainingFailed
     from actors.job import read_job
@@ -47,6 +47,7 @@ def train(
             address=address,
             equal_batches=equal_batches,
             overwrite=overwrite,
+            resume=resume,
             observer=Console(),
         )
     except TrainingFailed as error:

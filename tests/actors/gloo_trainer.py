@@ -18,6 +18,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.trainer import IterationReport, TrainerConfig
 from actors.worker import MakeTrainer
 
@@ -55,7 +56,7 @@ class GlooTrainer:
             timeout=timedelta(seconds=config.timeout_seconds),
         )
 
-    def run_iteration(self, iteration: int) -> IterationReport:
+    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport:
         if self._fault and (self._rank, iteration) == (self._fault.rank, self._fault.iteration):
             self._fault.do()
         total = torch.tensor([float(self._rank + iteration)])
@@ -74,6 +75,9 @@ class GlooTrainer:
             late_steps=0,
             peak_tensor_bytes=0,
         )
+
+    def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]:
+        return ()
 
     def save_weights(self, path: Path) -> None:
         """Every rank says which Ray node it is on."""

@@ -28,7 +28,7 @@ def one_process(plan: Plan, training: Training, tokens: Path, *, exact: bool = F
         torch.set_num_threads(threads)
 
 
-def _assert_same_training(got: Trained, expected: Trained, exact: Callable[[], Trained]) -> None:
+def assert_same_training(got: Trained, expected: Trained, exact: Callable[[], Trained]) -> None:
     """Law 1 in fp32. `exact()` trains in fp64, for parameters that fp32 itself does not settle."""
     for name, gradient in expected.gradients.items():
         if name.endswith("attention.key.bias"):
@@ -68,4 +68,4 @@ def assert_trains_as_one_process(
     if clip is not None:
         assert min(expected.norms) > clip, "clipping is meant to happen"
     got = train_plan(pool, plan, training, tokens)
-    _assert_same_training(got, expected, lambda: one_process(plan, training, tokens, exact=True))
+    assert_same_training(got, expected, lambda: one_process(plan, training, tokens, exact=True))

@@ -187,24 +187,32 @@ def drawn_models(draw: st.DrawFn) -> ModelSpec:
 
 
 @st.composite
-def drawn_plans(draw: st.DrawFn) -> Plan:
-    """Any plan of two to six ranks: unlike pipelines, stages, degrees, micro-batches and surpluses."""
-    model = draw(drawn_models())
+def drawn_plans(draw: st.DrawFn, *, like: Plan | None = None) -> Plan:
+    """Any plan of two to six ranks: unlike pipelines, stages, degrees, micro-batches and surpluses.
+
+    With `like`, a plan for the same model and global batch.
+    """
+    model = like.model if like else draw(drawn_models())
     degrees = tuple(degree for degree in (1, 2, 3, 4) if model.kv_heads % degree == 0)
     pipelines: list[list[Degrees]] = []
     left = MOST_RANKS
-    for number in range(draw(st.integers(1, 3))):
+    for number in range(draw(st.integers(1, min(3, like.global_batch_size) if like else 3))):
         # The first pipeline leaves a rank to each that may follow.
         room = max(1, left - max(0, 2 - number))
         pipelines.append(draw(_stages(layers=model.layers, most_ranks=room, degrees=degrees)))
         left -= sum(tp * dp for tp, dp, _ in pipelines[-1])
         if left < 1:
             break
-    sizes, samples = [], []
+    sizes, samples = list[int](), list[int]()
     for stages in pipelines:
         common = next(size for size in range(1, 37) if all(size % dp == 0 for _, dp, _ in stages))
         sizes.append(common * draw(st.integers(1, 2)))
-        samples.append(draw(st.integers(1, 3 * sizes[-1])))
+        if like:
+            left_over = like.global_batch_size - sum(samples) - (len(pipelines) - len(samples) - 1)
+            last = len(samples) == len(pipelines) - 1
+            samples.append(left_over if last else draw(st.integers(1, left_over)))
+        else:
+            samples.append(draw(st.integers(1, 3 * sizes[-1])))
     plan = plan_of(*pipelines, model=model, micro_batch_sizes=sizes, samples=samples)
     counts = [draw(_recompute(model, stage[2])) for stages in pipelines for stage in stages]
     return with_recompute(plan, *counts)

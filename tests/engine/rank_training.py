@@ -63,12 +63,17 @@ def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
                 for piece in trainer.buffer.pieces()
             ]
         reports.append(trainer.run_iteration(iteration))
-    parameters = [
+    parameters = held_parameters(trainer)
+    trainer.close()
+    return RankOutcome(reports, gradients, parameters)
+
+
+def held_parameters(trainer: Trainer) -> list[Part]:
+    """Copies of a rank's parameters."""
+    return [
         Part(piece.name, piece.tp_range, piece.logical(piece.parameter).clone())
         for piece in trainer.buffer.pieces()
     ]
-    trainer.close()
-    return RankOutcome(reports, gradients, parameters)
 
 
 def train_plan(pool: RankPool, plan: Plan, training: Training, tokens: Path) -> Trained:

@@ -146,11 +146,18 @@ def test_a_folder_that_holds_something(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     told = refusal(capsys, path, "--output", str(tmp_path / "run"))
-    assert "is not empty; name another folder or add --overwrite" in told
+    assert "is not empty; name another folder, add --resume" in told
 
 
-def test_what_is_not_there_yet_or_not_there_at_all(
+def test_a_run_to_resume_is_named_and_holds_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--resume is not available yet" in refusal(capsys, edited(tmp_path), "--resume")
+    path, folder = edited(tmp_path), str(tmp_path / "run")
+    assert "--resume needs --output" in refusal(capsys, path, "--resume")
+    assert "no whole checkpoint" in refusal(capsys, path, "--resume", "--output", folder)
+    both = refusal(capsys, path, "--resume", "--overwrite", "--output", folder)
+    assert "--overwrite and --resume exclude each other" in both
+
+
+def test_what_is_not_there_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in refusal(capsys, str(tmp_path / "none.yaml"))

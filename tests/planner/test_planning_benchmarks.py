@@ -48,7 +48,9 @@ def test_growth_is_plotted_in_characters() -> None:
     assert result["seconds_at_8192"] is None
     plot = shown.splitlines()[3:]
     drawn = "".join(line.split("|")[-1] for line in plot if "|" in line)
-    assert ("*" in drawn) != ("p" in drawn and "b" in drawn), "one size is planned and bounded, each drawn once"
+    assert ("*" in drawn) != ("p" in drawn and "b" in drawn), (
+        "one size is planned and bounded, each drawn once"
+    )
     assert "24 devices" in shown
 
 

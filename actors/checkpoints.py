@@ -1,0 +1,260 @@
+"""Checkpoints on disk: which of a folder are whole, what each is of, whether its bytes are still those that
+were written.
+
+A checkpoint is a folder `step-<iteration>` of torch's distributed checkpoint files. `manifest.json` is written last:
+without it the folder is what a crash left, and nothing reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from actors.job import Training
+from planner.errors import Contract, UserError, parse, read_yaml
+from planner.model_spec import ModelSpec
+from planner.plan import Plan
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 1 << 20
+
+
+class FileSum(Contract):
+    """Size and SHA-256 of a file."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class DataIdentity(Contract):
+    """The token file: its name is a hash of the text and of the tokenizer."""
+
+    name: str
+    tokens: int
+
+
+class Progress(Contract):
+    """What a training run knows beside tensors, the same on every rank.
+
+    `iteration` is the last that ended; samples, schedule and dropout follow from it and the seed. `updates`
+    counts those that changed parameters. `loss_scale` and `finite_iterations` are those of dynamic loss scaling.
+    """
+
+    iteration: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    loss_scale: float = 1.0
+    finite_iterations: int = 0
+
+
+class Manifest(Contract):
+    """What a checkpoint is of, and the sums of its files. `plan` is the one that wrote it, in a line."""
+
+    version: Literal[1] = 1
+    progress: Progress
+    model: ModelSpec
+    training: Training
+    data: DataIdentity
+    plan: str
+    loss: float | None = None
+    written: str = Field(description="local time, ISO 8601")
+    torch: str
+    files: dict[str, FileSum] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def iteration(self) -> int:
+        return self.manifest.progress.iteration
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.manifest.files.values())
+
+
+class Tokens(Protocol):
+    """What names a token file."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def count(self) -> int: ...
+
+
+def data_identity(tokens: Tokens) -> DataIdentity:
+    """The text behind a token file, which is named by a hash of it."""
+    return DataIdentity(name=tokens.path.stem, tokens=tokens.count)
+
+
+def plan_line(plan: Plan) -> str:
+    """A plan in a few words: devices, pipelines as stages of TP x DP, ZeRO."""
+    counts = ", ".join(f"{count} x {type_}" for type_, count in plan.cluster.counts.items())
+    pipelines = " | ".join(
+        " > ".join(f"tp{stage.tp} dp{stage.dp}" for stage in pipeline.stages) for pipeline in plan.pipelines
+    )
+    return f"{counts}: {pipelines}, ZeRO-{plan.zero_stage}"
+
+
+def checkpoint_path(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint after an iteration lies."""
+    return folder / f"step-{iteration:08d}"
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """The whole checkpoints of a folder, oldest first; empty if there is no such folder."""
+    return [Checkpoint(path, read_manifest(path)) for path in _folders(folder) if (path / MANIFEST).exists()]
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """What saves that did not end have left."""
+    return [path for path in _folders(folder) if not (path / MANIFEST).exists()]
+
+
+def latest(folder: Path) -> Checkpoint:
+    """The newest whole checkpoint of a folder. UserError if there is none."""
+    found = checkpoints(folder)
+    if not found:
+        raise UserError(
+            f"{folder} holds no whole checkpoint to go on from; set checkpoint.every in the job and train"
+            " again with --overwrite"
+        )
+    return found[-1]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint. UserError if it cannot be read."""
+    file = path / MANIFEST
+    if not file.exists():
+        raise UserError(f"{path} is not a whole checkpoint: it has no {MANIFEST}; name another")
+    return parse(Manifest, read_yaml(file, what="checkpoint manifest"), source=str(file))
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Make a checkpoint whole: the manifest appears in one step, after everything that it lists."""
+    partial = path / f".{MANIFEST}.writing"
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(manifest.model_dump_json(indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path / MANIFEST)
+
+
+def file_sum(path: Path) -> FileSum:
+    """Size and SHA-256 of a file, read a chunk at a time."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileSum(bytes=size, sha256=digest.hexdigest())
+
+
+def problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """What is wrong with a checkpoint's files, a line each; nothing if every byte is as it was written."""
+    for name, expected in checkpoint.manifest.files.items():
+        path = checkpoint.path / name
+        try:
+            found = file_sum(path)
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
+            continue
+        if found.bytes != expected.bytes:
+            yield f"{path} has {found.bytes} bytes and not {expected.bytes}"
+        elif found.sha256 != expected.sha256:
+            yield f"{path} was changed after it was written: its SHA-256 is another"
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """UserError that names the first file of a checkpoint that is not as it was written."""
+    for problem in problems(checkpoint):
+        raise UserError(
+            f"{problem}; delete this checkpoint (eth checkpoint delete {checkpoint.path}) and go on from the one"
+            " before it"
+        )
+
+
+def check_continues(
+    manifest: Manifest, *, model: ModelSpec, training: Training, data: DataIdentity, source: Path
+) -> None:
+    """UserError unless a job goes on with what a checkpoint began.
+
+    The plan may be any. Of training, `steps`, learning rate, clipping and weight decay may change; what
+    decides which samples come next or what the state means may not.
+    """
+    began = manifest.training
+    fixed: list[tuple[str, object, object]] = [
+        ("training.seed", training.seed, began.seed),
+        ("training.global_batch_size", training.global_batch_size, began.global_batch_size),
+        ("training.sequence_length", training.sequence_length, began.sequence_length),
+        ("training.precision", training.precision, began.precision),
+        ("training.optimizer.name", training.optimizer.name, began.optimizer.name),
+    ]
+    for field, mine, theirs in fixed:
+        if mine != theirs:
+            raise UserError(
+                f"{field} = {mine} but checkpoint {source} was trained with {theirs}; write {theirs}, or start"
+                " anew with --overwrite"
+            )
+    if (difference := _difference(model, manifest.model)) is not None:
+        raise UserError(
+            f"model = {model.name} is not the model of checkpoint {source}: {difference}; use that model, or start"
+            " anew with --overwrite"
+        )
+    if data != manifest.data:
+        raise UserError(
+            f"data: {data.tokens} tokens of another text than checkpoint {source} was trained on"
+            f" ({manifest.data.tokens} tokens); give the same text, or start anew with --overwrite"
+        )
+    if training.steps <= manifest.progress.iteration:
+        raise UserError(
+            f"training.steps = {training.steps}, but checkpoint {source} has {manifest.progress.iteration} steps"
+            " already; raise training.steps"
+        )
+
+
+def prune(folder: Path, *, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` whole checkpoints; returns those that are gone."""
+    gone = [checkpoint.path for checkpoint in checkpoints(folder)[:-keep]]
+    for path in gone:
+        delete(path)
+    return gone
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint. Its manifest goes first, so that it is never taken for a whole one."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether a path is a checkpoint's, whole or not."""
+    return path.is_dir() and _NAME.fullmatch(path.resolve().name) is not None
+
+
+def _folders(folder: Path) -> Sequence[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if is_checkpoint_folder(path))
+
+
+def _difference(one: ModelSpec, other: ModelSpec) -> str | None:
+    """The first field in which two models differ, their names apart; None if none does."""
+    for field in type(one).model_fields:
+        mine, theirs = getattr(one, field), getattr(other, field)
+        if field != "name" and mine != theirs:
+            return f"its {field} is {theirs}, not {mine}"
+    return None

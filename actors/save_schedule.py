@@ -1,0 +1,85 @@
+"""When a run saves its state, and which checkpoint a resumed one begins with."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.checkpoints import (
+    Checkpoint,
+    check_continues,
+    check_whole,
+    checkpoint_path,
+    checkpoints,
+    data_identity,
+    delete,
+    incomplete,
+    latest,
+)
+from actors.engine.tokens import TokenFile
+from actors.job import Checkpointing, Job
+from planner.errors import UserError
+
+
+class SaveSchedule:
+    """The saves of one run in `folder`: every so many iterations or seconds, and after the last step."""
+
+    def __init__(self, settings: Checkpointing, folder: Path, *, steps: int) -> None:
+        self._settings, self._folder, self._steps = settings, folder, steps
+        self._since = time.monotonic()
+
+    @property
+    def on(self) -> bool:
+        """Whether the run saves at all."""
+        return self._settings.every is not None
+
+    def path_after(self, iteration: int) -> Path | None:
+        """Where to save after an iteration; None if it is not due. To be asked once an iteration, in order."""
+        if self.on and (self._due(iteration) or iteration == self._steps):
+            return checkpoint_path(self._folder, iteration)
+        return None
+
+    def check_new(self, run_folder: Path) -> None:
+        """Before a run that starts anew: UserError if the job names a folder that holds another's checkpoints."""
+        if self.on and run_folder not in self._folder.parents and checkpoints(self._folder):
+            raise UserError(
+                f"checkpoint.directory = {self._folder} holds checkpoints of an earlier run; add --resume to go on"
+                " from them, name another folder, or delete them (eth checkpoint delete)"
+            )
+
+    def clear(self, run_folder: Path) -> None:
+        """Delete what an earlier run left in the run folder that the new one overwrites, and nothing elsewhere."""
+        if run_folder not in self._folder.parents:
+            return
+        for path in [*(found.path for found in checkpoints(self._folder)), *incomplete(self._folder)]:
+            delete(path)
+
+    def resume(self, job: Job, tokens: Path, say: Callable[[str], None]) -> Checkpoint:
+        """The newest checkpoint, all of its bytes looked at. UserError if there is none, it was altered, or the
+        job is not a continuation of it."""
+        newest = latest(self._folder)
+        check_continues(
+            newest.manifest,
+            model=job.model,
+            training=job.training,
+            data=data_identity(TokenFile(tokens)),
+            source=newest.path,
+        )
+        say(f"verifying {newest.path}")
+        check_whole(newest)
+        for path in incomplete(self._folder):
+            shutil.rmtree(path)
+        say(f"going on after iteration {newest.iteration}")
+        return newest
+
+    def _due(self, iteration: int) -> bool:
+        every = self._settings.every
+        if isinstance(every, int):
+            return iteration % every == 0
+        seconds = self._settings.every_seconds
+        if seconds is None or time.monotonic() - self._since < seconds:
+            return False
+        self._since = time.monotonic()
+        return True

@@ -1,0 +1,106 @@
+"""`eth checkpoint`: look at a run's checkpoints, prove that they are whole, delete them. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.errors import UserError
+from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from actors.checkpoints import Checkpoint
+
+app = typer.Typer(
+    name="checkpoint", help="Look at, verify and delete the checkpoints of a run.", no_args_is_help=True
+)
+
+Folder = Annotated[Path, typer.Argument(help="run folder, folder of checkpoints, or one checkpoint")]
+
+
+@app.command("list")
+def list_(
+    folder: Folder, json_: Annotated[bool, typer.Option("--json", help="a line of JSON each")] = False
+) -> None:
+    """Show a run's checkpoints, the newest last."""
+    from actors.checkpoints import incomplete
+
+    found = _found(folder)
+    for checkpoint in found:
+        manifest = checkpoint.manifest
+        if json_:
+            row = {
+                "path": str(checkpoint.path),
+                "iteration": checkpoint.iteration,
+                "loss": manifest.loss,
+                "bytes": checkpoint.bytes,
+                "written": manifest.written,
+                "plan": manifest.plan,
+            }
+            print(json.dumps(row))
+            continue
+        loss = "loss not finite" if manifest.loss is None else f"loss {manifest.loss:.4f}"
+        print(
+            f"{checkpoint.path}  iteration {checkpoint.iteration}  {loss}  {format_bytes(checkpoint.bytes)}"
+            f"  {manifest.written}  {manifest.plan}"
+        )
+    for path in incomplete(found[0].path.parent):
+        print(f"{path}  not whole: its save did not end; a resumed run ignores and removes it")
+
+
+@app.command()
+def show(folder: Folder) -> None:
+    """Print all that a checkpoint says of itself, as JSON; of several the newest."""
+    print(_found(folder)[-1].manifest.model_dump_json(indent=1))
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Compare every byte with the sums that were written. Exit code 1 if one is not as it was."""
+    from actors.checkpoints import problems
+
+    bad = 0
+    for checkpoint in _found(folder):
+        told = list(problems(checkpoint))
+        bad += bool(told)
+        for line in told:
+            print(line)
+        if not told:
+            print(
+                f"{checkpoint.path} is whole: {len(checkpoint.manifest.files)} files, {format_bytes(checkpoint.bytes)}"
+            )
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def delete(checkpoint: Annotated[Path, typer.Argument(help="one checkpoint, a folder step-...")]) -> None:
+    """Delete one checkpoint."""
+    from actors.checkpoints import delete as delete_checkpoint
+    from actors.checkpoints import is_checkpoint_folder
+
+    if not is_checkpoint_folder(checkpoint):
+        raise UserError(
+            f"{checkpoint} is not a checkpoint; name a folder step-... (eth checkpoint list shows them)"
+        )
+    delete_checkpoint(checkpoint)
+    print(f"deleted {checkpoint}")
+
+
+def _found(folder: Path) -> list[Checkpoint]:
+    """The checkpoints that a folder means; UserError if there are none."""
+    from actors.checkpoints import MANIFEST, Checkpoint, checkpoints, read_manifest
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; name a run folder or a checkpoint")
+    if (folder / MANIFEST).exists():
+        return [Checkpoint(folder, read_manifest(folder))]
+    found = checkpoints(folder / "checkpoints") or checkpoints(folder)
+    if not found:
+        raise UserError(
+            f"{folder} holds no whole checkpoint; runs save them where the job says checkpoint.every"
+        )
+    return found

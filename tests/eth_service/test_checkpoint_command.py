@@ -1,0 +1,114 @@
+"""`eth checkpoint` on checkpoints as a run leaves them, and on what is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.checkpoints import (
+    DataIdentity,
+    Manifest,
+    Progress,
+    checkpoint_path,
+    file_sum,
+    incomplete,
+    prune,
+    write_manifest,
+)
+from actors.job import Training
+from eth_service.cli import main
+from tests.plans import make_model
+
+
+def make_checkpoint(folder: Path, iteration: int) -> Path:
+    """A whole checkpoint of two files."""
+    path = checkpoint_path(folder, iteration)
+    path.mkdir(parents=True)
+    names = ("__0_0.distcp", ".metadata")
+    for name in names:
+        (path / name).write_bytes(name.encode() * 1000 + bytes([iteration]))
+    manifest = Manifest(
+        progress=Progress(iteration=iteration, updates=iteration),
+        model=make_model(),
+        training=Training(global_batch_size=4, sequence_length=16, steps=9),
+        data=DataIdentity(name="0123", tokens=100),
+        plan="2 x A100: tp2 dp1, ZeRO-0",
+        loss=1.5,
+        written="2026-01-01T00:00:00+00:00",
+        torch="2",
+        files={name: file_sum(path / name) for name in names},
+    )
+    write_manifest(path, manifest)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for iteration in (10, 20):
+        make_checkpoint(tmp_path / "run" / "checkpoints", iteration)
+    checkpoint_path(tmp_path / "run" / "checkpoints", 30).mkdir()
+    return tmp_path / "run"
+
+
+def eth(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code and output of `eth checkpoint`."""
+    sys.argv = ["eth", "checkpoint", *map(str, arguments)]
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_all_are_listed_and_a_crash_s_remains_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = eth(capsys, "list", run)
+    first, second, third = out.splitlines()
+    assert code == 0 and "iteration 10  loss 1.5000" in first and "iteration 20" in second
+    assert "step-00000030" in third and "not whole" in third
+    code, out, _ = eth(capsys, "list", run / "checkpoints", "--json")
+    assert [json.loads(line)["iteration"] for line in out.splitlines()[:2]] == [10, 20]
+
+
+def test_the_newest_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = eth(capsys, "show", run)
+    assert json.loads(out)["progress"]["iteration"] == 20
+    _, out, _ = eth(capsys, "show", checkpoint_path(run / "checkpoints", 10))
+    assert json.loads(out)["progress"]["iteration"] == 10
+
+
+def test_every_byte_is_looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = eth(capsys, "verify", run)
+    assert code == 0 and out.count("is whole: 2 files") == 2
+    altered = checkpoint_path(run / "checkpoints", 20) / "__0_0.distcp"
+    altered.write_bytes(altered.read_bytes()[:-1] + b"x")
+    code, out, _ = eth(capsys, "verify", run)
+    assert code == 1 and f"{altered} was changed" in out and out.count("is whole") == 1
+    altered.unlink()
+    assert f"{altered} cannot be read" in eth(capsys, "verify", run)[1]
+
+
+def test_only_a_checkpoint_is_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = eth(capsys, "delete", run)
+    assert code == 2 and "is not a checkpoint" in err and run.exists()
+    victim = checkpoint_path(run / "checkpoints", 10)
+    assert eth(capsys, "delete", victim)[0] == 0 and not victim.exists()
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = eth(capsys, "list", tmp_path)
+    assert code == 2 and "holds no whole checkpoint" in err
+    assert "is not a folder" in eth(capsys, "list", tmp_path / "none")[2]
+    broken = make_checkpoint(tmp_path, 1)
+    (broken / "manifest.json").write_text('{"version": 1}')
+    code, _, err = eth(capsys, "list", tmp_path)
+    assert code == 2 and str(broken / "manifest.json") in err and err.count("\n") == 1
+
+
+def test_the_newest_stay(run: Path) -> None:
+    folder = run / "checkpoints"
+    assert prune(folder, keep=1) == [checkpoint_path(folder, 10)]
+    assert not checkpoint_path(folder, 10).exists() and len(incomplete(folder)) == 1
