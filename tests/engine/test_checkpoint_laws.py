@@ -172,21 +172,36 @@ PAIRS: dict[str, tuple[Plan, Plan]] = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+QUICK = ("shards to whole state", "llama")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
+)
 def test_another_plan_goes_on_as_if_unbroken(
     rank_pool: RankPool, tokens: Path, tmp_path: Path, name: str
 ) -> None:
     assert_as_unbroken(rank_pool, *PAIRS[name], tokens, tmp_path)
 
 
+@pytest.mark.slow
 def test_momentum_is_kept(rank_pool: RankPool, tokens: Path, tmp_path: Path) -> None:
     assert_as_unbroken(
         rank_pool, UNLIKE, STAGES, tokens, tmp_path, optimizer=Optimizer(name="sgd", momentum=0.9)
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize(
+    ("precision", "zero_stage"),
+    [
+        ("fp32", 0),
+        ("bf16", 1),
+        *(
+            pytest.param(precision, stage, marks=pytest.mark.slow)
+            for precision, stage in (("fp32", 1), ("bf16", 0), ("fp16", 0), ("fp16", 1))
+        ),
+    ],
+)
 def test_the_same_plan_goes_on_to_the_bit(
     rank_pool: RankPool, tokens: Path, tmp_path: Path, precision: str, zero_stage: int
 ) -> None:
@@ -227,7 +242,7 @@ def whole_state(path: Path, plan: Plan) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -258,7 +273,7 @@ def test_no_bit_is_lost_from_plan_to_plan(
 
 
 @pytest.mark.slow
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=20, derandomize=True)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=8, derandomize=True)
 @given(data=st.data())
 def test_any_plan_goes_on_with_any_other(
     rank_pool: RankPool, tokens: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
