@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.job import Job, LearningRate, parse_job, read_job
-from planner.errors import UserError
+from actors.job import Checkpointing, Job, LearningRate, parse_job, read_job
+from planner.errors import UserError, parse
 from planner.plan import Plan
 from tests.plans import make_model, make_plan
 
@@ -156,3 +156,20 @@ def test_learning_rates_warm_up_and_end() -> None:
 def test_a_bare_number_is_a_constant_rate(tmp_path: Path) -> None:
     job = parsed(tmp_path, **training(learning_rate=0.01))
     assert job.training.learning_rate == LearningRate(peak=0.01)
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds"), [(5, None), (None, None), ("10 min", 600.0), ("1.5 h", 5400.0), ("30 s", 30.0)]
+)
+def test_saves_come_every_so_many_iterations_or_seconds(
+    every: int | str | None, seconds: float | None
+) -> None:
+    settings = parse(Checkpointing, {"every": every}, source="job")
+    assert settings.every == every and settings.every_seconds == seconds
+    assert parse(Checkpointing, settings.model_dump(), source="job") == settings
+
+
+@pytest.mark.parametrize("every", [0, -3, True, 2.5, "soon", "0 s", "-1 s", [5]])
+def test_saves_that_come_never_are_refused(every: object) -> None:
+    with pytest.raises(UserError, match=r"checkpoint: .*(10 min|is not a quantity|is not known)"):
+        parse(Checkpointing, {"every": every}, source="checkpoint")

@@ -9,7 +9,17 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
-from actors.job import Data, Emulation, Job, LearningRate, Optimizer, Runtime, Training, parse_job
+from actors.job import (
+    Checkpointing,
+    Data,
+    Emulation,
+    Job,
+    LearningRate,
+    Optimizer,
+    Runtime,
+    Training,
+    parse_job,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
 
@@ -19,6 +29,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "training.optimizer.": Optimizer,
     "training.learning_rate.": LearningRate,
     "runtime.": Runtime,
+    "checkpoint.": Checkpointing,
     "emulation.": Emulation,
     "": Job,
 }

@@ -34,7 +34,9 @@ def test_the_default_folder_is_named_after_job_and_time(tmp_path: Path) -> None:
 def test_a_folder_with_content_is_refused_unless_it_may_be_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("old\n")
     (tmp_path / "notes.txt").write_text("the user's\n")
-    with pytest.raises(UserError, match=r"is not empty; name another folder or add --overwrite"):
+    with pytest.raises(
+        UserError, match=r"is not empty; name another folder, add --resume .* or --overwrite to lose it"
+    ):
         RunFolder.check(tmp_path, overwrite=False)
     folder = RunFolder.check(tmp_path, overwrite=True)
     folder.create()
