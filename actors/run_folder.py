@@ -17,6 +17,7 @@ from planner.plan import Plan
 
 # What a run writes; --overwrite removes these and nothing else of the user's.
 SUMMARY, FAILURE = "summary.json", "failure.txt"
+CHECKPOINTS = "checkpoints"
 _FILES = ("job.yaml", "plan.json", "metrics.jsonl", "weights.safetensors", FAILURE, SUMMARY)
 
 
@@ -27,8 +28,8 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 
 class RunFolder:
-    """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`, and
-    `failure.txt` if a rank failed."""
+    """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
+    `failure.txt` if a rank failed, and `checkpoints` if the job saves any."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -89,8 +90,9 @@ class RunFolder:
         self._write(FAILURE, text.rstrip() + "\n")
 
     def written(self) -> list[str]:
-        """Names of the run's files that exist, the summary left out."""
-        return [name for name in _FILES if name != SUMMARY and (self.path / name).exists()]
+        """Names of what the run wrote and what is there, the summary left out."""
+        names = (*_FILES, CHECKPOINTS)
+        return [name for name in names if name != SUMMARY and (self.path / name).exists()]
 
     def _write(self, name: str, text: str) -> None:
         partial = self.path / f".{name}.partial"
