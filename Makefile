@@ -47,8 +47,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two workers, the second for tests that only compute (tests/conftest.py).
 test: lint ## lint, then every test that is not marked slow
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Asked first, since pytest calls it an error (5) when nothing is selected, and here it is none.
 test-slow: setup ## the tests marked slow
