@@ -60,18 +60,19 @@ def lower_bound(
     prices: Callable[[int], DevicePrices],
     *,
     upper: float,
+    tick: Callable[[], None] = lambda: None,
 ) -> float:
     """The bound, at most `upper`, the price of a plan that is known.
 
     `tables(1)` are those of a single pipeline, `tables(2)` of any number from two up; `prices(n)` good prices
-    for up to n pipelines: bad ones only make the bound worse.
+    for up to n pipelines: bad ones only make the bound worse. `tick` is called often.
     """
     box = Box(budget.counts, 1)
     small = box if box.cells <= MOST_CELLS else None
     held = box if box.cells <= _MOST_HELD else None
-    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=held)
+    found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=held, tick=tick)
     if budget.pipelines > 1:
-        part = Part(tables(2), budget, prices(budget.pipelines), found, whole=small is not None)
+        part = Part(tables(2), budget, prices(budget.pipelines), found, whole=small is not None, tick=tick)
         seconds = part.fractional()
         if seconds < found and small is not None:
             seconds = max(seconds, part.whole(found, Holding(small)))
@@ -90,9 +91,11 @@ class Part:
         upper: float,
         *,
         whole: bool,
+        tick: Callable[[], None],
     ) -> None:
         """`whole`: keep pipelines that cannot pay for themselves, which `whole` looks at too."""
         self.budget, self.prices, self.upper = budget, prices, upper
+        self._tick = tick
         self._every = whole
         self._variants: dict[tuple[int, int], Variant] = {}
         self._tables = tables
@@ -102,6 +105,7 @@ class Part:
         """The least t over cells, which are cut until the lowest are small."""
         each = self.prices.per_pipeline
         for _ in range(ROUNDS):
+            self._tick()
             best = self._lowest()
             if best >= self.upper:
                 break
@@ -124,7 +128,7 @@ class Part:
         search = WholePipelines(
             [*self.groups, *few], holding, self.prices, self.budget, most_pipelines=most, upper=upper
         )
-        return search.least_seconds(max(self._lowest(), upper * 1e-3), upper)
+        return search.least_seconds(max(self._lowest(), upper * 1e-3), upper, tick=self._tick)
 
     def _lowest(self) -> float:
         each = self.prices.per_pipeline
@@ -166,6 +170,7 @@ class Part:
     def _variant(self, index: int, in_flight: int) -> Variant:
         key = (index, in_flight)
         if key not in self._variants:
+            self._tick()
             table = self._tables[index]
             few = with_in_flight(table, in_flight) if in_flight else table
             self._variants[key] = Variant.of(few, self.prices, self.upper)

@@ -7,7 +7,7 @@ within t by these figures, no plan does. Cells that such a set rests on are cut 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -62,11 +62,12 @@ class WholePipelines:
         worth = self._worth(upper, np.arange(len(cost)), gain).max(axis=0)
         self._kept = np.flatnonzero((worth > 0) & (worth >= cost + prices.per_pipeline - gain))
 
-    def least_seconds(self, low: float, high: float) -> float:
+    def least_seconds(self, low: float, high: float, *, tick: Callable[[], None]) -> float:
         """The largest time found, between the two, within which no set of pipelines ends the batch."""
         if not self._possible(high * (1 - 1e-9)):
             return high
         while high / low > _CLOSE:
+            tick()
             middle = (low * high) ** 0.5
             if self._possible(middle):
                 high = middle

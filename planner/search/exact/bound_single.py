@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,13 @@ _NEAR = 1.005
 
 
 def single_pipeline_seconds(
-    tables: Sequence[StageTable], budget: Budget, prices: DevicePrices, *, upper: float, box: Box | None
+    tables: Sequence[StageTable],
+    budget: Budget,
+    prices: DevicePrices,
+    *,
+    upper: float,
+    box: Box | None,
+    tick: Callable[[], None] = lambda: None,
 ) -> float:
     """At most `upper`: no single pipeline ends the batch sooner.
 
@@ -31,6 +37,7 @@ def single_pipeline_seconds(
     """
     found = upper
     for table in tables:
+        tick()
         candidate = _SinglePipeline(table, budget, prices, found, box)
         if candidate.groups:
             found = min(found, candidate.least_seconds())

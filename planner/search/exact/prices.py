@@ -6,7 +6,7 @@ until no chain is worth more than its devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -175,6 +175,7 @@ def find_prices(
     rounds: int,
     close: float,
     goal: float = np.inf,
+    tick: Callable[[], None] = lambda: None,
 ) -> Priced | None:
     """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the
     way. None once fractions of chains are found to take no less than `goal`."""
@@ -186,6 +187,7 @@ def find_prices(
         near = _ROUGH if number < _ROUGH_ROUNDS else _NEAR
         best, new, nearer = np.inf, 0, []
         for whole in intervals:
+            tick()
             held = whole.below(prices.seconds * near, prices)
             if not held.low.size:
                 continue

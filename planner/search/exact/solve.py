@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,7 +34,7 @@ from planner.search.exact.prices import (
     first_prices,
     solve_prices,
 )
-from planner.search.exact.refine import Refiner
+from planner.search.exact.refine import Candidate, Refiner
 from planner.search.exact.replays import Replays
 from planner.search.exact.settle import Settler
 from planner.search.exact.stage_table import FloatArray, StageTable
@@ -100,10 +100,6 @@ def _quiet(message: str) -> None:
     del message
 
 
-def _never() -> bool:
-    return False
-
-
 class ExactSolver:
     """Plans one request."""
 
@@ -115,11 +111,10 @@ class ExactSolver:
         micro_batch_sizes: Sequence[int] | None = None,
         offer: Offer = ignore,
         progress: Callable[[str], None] = _quiet,
-        stop: Callable[[], bool] = _never,
     ) -> None:
-        """`stop` is asked now and then whether to end with the best plan so far."""
+        """`progress` is told, often, what is going on; what it raises ends the search (`search/stopping.py`)."""
         self.request = request
-        self._offer, self._progress, self._stop = offer, progress, stop
+        self._offer, self._progress, self._doing = offer, progress, ""
         self.profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
         sizes = micro_batch_sizes or default_micro_batch_sizes(len(request.cluster.devices))
         self.sizes = [size for size in sizes if size <= request.global_batch_size]
@@ -130,16 +125,23 @@ class ExactSolver:
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
 
     def solve(self) -> Solution | None:
-        """The best plan found; None if nothing fits. Asked to stop, it ends with the first that it has."""
+        """The best plan found; None if nothing fits."""
         best: Solution | None = None
         for pool in pools(self.request.cluster, self.request.model):
             for ask in self._asks(pool):
                 found = ask(best)
                 if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
                     best = found
-                if best is not None and self._stop():
-                    return best
         return best
+
+    def tell(self, doing: str) -> None:
+        """What is going on from here."""
+        self._doing = doing
+        self.tick()
+
+    def tick(self) -> None:
+        """It still is."""
+        self._progress(self._doing)
 
     def budget(self, pool: Pool) -> Budget:
         samples = self.request.global_batch_size
@@ -168,7 +170,7 @@ class ExactSolver:
         if zero_stage == 2 and best is not None and not recomputes(best.plan):
             return None
         so_far = f", {best.seconds:.4g} s an iteration so far" if best else ""
-        self._progress(f"searching pipelines at ZeRO-{zero_stage}{so_far}")
+        self.tell(f"searching pipelines at ZeRO-{zero_stage}{so_far}")
         expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
         budget = self.budget(pool)
         if sharing < _SHARING:
@@ -181,7 +183,7 @@ class ExactSolver:
         if not chains.chains:
             return None
         goal = best.seconds if best is not None else math.inf
-        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal)
+        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, tick=self.tick)
         self.statistics["chains"] += len(chains.chains)
         if priced is None:
             return None
@@ -213,6 +215,7 @@ class ExactSolver:
         """The usable tables, by micro-batch size."""
         maker = TableMaker(self.cost, pool, expected, replays, zero)
         for size in self.sizes:
+            self.tick()
             choices = list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
             table = maker.table(choices, micro_batch_size=size)
             if table.usable:
@@ -249,6 +252,7 @@ class ExactSolver:
         few = sum(budget.counts) <= _MANY_SETS_DEVICES
         most = min(_MOST_PIPELINES if few else _FEW_PIPELINES, budget.pipelines)
         for chains in combiner.sets(most=most, others=few):
+            self.tick()
             key = tuple(chain.specs for chain in chains)
             if key not in seen:
                 seen.add(key)
@@ -279,14 +283,21 @@ class ExactSolver:
         sets = list(self._sets(tables, priced, budget, settlers, every=every))
         if not few:
             sets = sorted(sets, key=assembler.end_seconds)[:_PRICED_SETS]
-        found = [one for chains in sets for one in refiner.candidates(chains, most=2 if few else 1)]
+        found = [
+            one for chains in sets for one in self._offered(refiner.candidates(chains, most=2 if few else 1))
+        ]
         ranked = sorted(found, key=lambda one: one.seconds)[:_REFINED]
         prices = _prices(pool.devices)
-        refined = [refiner.improved(candidate, prices=prices) for candidate in ranked]
-        for candidate in [*refined, *found]:
-            self._offer(candidate.plan)
+        improved = (refiner.improved(candidate, prices=prices) for candidate in ranked)
+        refined = list(self._offered(improved))
         self.statistics["candidates"] += assembler.count
         return min((one.plan for one in refined), key=iteration_seconds, default=None)
+
+    def _offered(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        for candidate in candidates:
+            self._offer(candidate.plan)
+            self.tick()
+            yield candidate
 
 
 @dataclass

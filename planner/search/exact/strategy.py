@@ -74,7 +74,8 @@ def plan(
     if not request.bound:
         return best.model_copy(update={"search": {**statistics, "bound_seconds": 0.0}})
     clock = Clock.start()
-    progress(f"found {iteration_seconds(best):.4g} s an iteration; bounding every other plan")
+    offer(best)
+    solver.tell(f"found {iteration_seconds(best):.4g} s an iteration; bounding every other plan")
     predicted = bound_of(solver, solution, best)
     statistics["bound_seconds"] = clock.seconds()
     return best.model_copy(update={"predicted": predicted, "search": statistics})
@@ -109,7 +110,10 @@ def bound_seconds(
             )
             for stage in solver.zero_stages()
         ]
-        found = bound_tables(makers, sizes=solver.sizes)
-        return [table.for_pipelines(least, pipelines) for table in found]
+        found = []
+        for table in bound_tables(makers, sizes=solver.sizes):
+            solver.tick()
+            found.append(table.for_pipelines(least, pipelines))
+        return found
 
-    return lower_bound(tables, solver.budget(pool), prices, upper=upper)
+    return lower_bound(tables, solver.budget(pool), prices, upper=upper, tick=solver.tick)

@@ -10,8 +10,10 @@ import pytest
 from planner.cluster import Cluster, resolve_cluster
 from planner.cost.price import check_memory, price_plan
 from planner.model_spec import resolve_model
-from planner.plan import Dtypes, Plan
+from planner.plan import Plan
 from planner.request import PlanRequest
+from planner.search import find_plan
+from planner.search.control import SearchControl, SearchOptions
 from planner.search.exact import strategy
 from planner.search.exact.solve import ExactSolver
 from tests.planner.exact.jobs import make_request
@@ -134,11 +136,35 @@ def test_four_types_and_nodes_of_unlike_sizes(text: str) -> None:
     assert plan.predicted.lower_bound_seconds <= seconds_of(plan) <= plan.predicted.lower_bound_seconds * 1.15
 
 
-def test_a_solver_that_is_asked_to_stop_ends_with_its_first_plan() -> None:
-    request = request_for(resolve_cluster("1x2:910B2,1x2:910B4"), dtypes=Dtypes())
+def test_a_search_whose_time_is_up_ends_with_the_plan_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is up as soon as there is one: nothing more is searched, and no bound is worked out."""
+    request = request_for(resolve_cluster("1x2:910B2,1x2:910B4"), bound=True)
+    offered: list[Plan] = []
+    control = SearchControl(SearchOptions(time_budget=1e9))
+    monkeypatch.setattr(control, "should_stop", lambda: bool(offered) and _out_of_time(control))
+    stopped = find_plan(request, offer=offered.append, control=control)
+    assert len(offered) == 1 and shape(stopped) == shape(offered[0])
+    assert stopped.search is not None and stopped.search["stopped"] == "time_budget"
+    assert stopped.predicted is not None and stopped.predicted.lower_bound_seconds is None
+    check_memory(stopped)
+    assert seconds_of(planned(request)) <= seconds_of(stopped)
+
+
+def _out_of_time(control: SearchControl) -> bool:
+    control.stopped = "time_budget"
+    return True
+
+
+@pytest.mark.parametrize("bounding", [False, True])
+def test_the_solver_tells_often_what_it_does(bounding: bool) -> None:
+    """Since it can be stopped at no other moment: between sizes, prices, pipelines, plans and cells."""
+    request = request_for(resolve_cluster("1x2:910B2,1x2:910B4"))
     told: list[str] = []
-    stopped = ExactSolver(request, progress=told.append, stop=lambda: True).solve()
-    assert stopped is not None and len(told) == 1
-    whole = ExactSolver(request).solve()
-    assert whole is not None and whole.seconds <= stopped.seconds
-    check_memory(stopped.plan)
+    solver = ExactSolver(request, micro_batch_sizes=[1, 2], progress=told.append)
+    solution = solver.solve()
+    assert solution is not None
+    if bounding:
+        told.clear()
+        solver.tell("bounding")
+        strategy.bound_of(solver, solution, solution.plan)
+    assert len(told) > 20 and len(set(told)) < 10
