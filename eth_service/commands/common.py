@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,23 @@ def progress(message: str) -> None:
 def tell(message: str) -> None:
     """What the reader of the figures must know, on stderr."""
     print(f"eth: {message}", file=sys.stderr, flush=True)
+
+
+def check_writable(path: Path | None) -> None:
+    """UserError if --json cannot be written, told before a search whose result would be lost."""
+    from planner.errors import UserError
+
+    if path is None:
+        return
+    why = ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"{path.parent} is not a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise UserError(f"--json = {path} cannot be written: {why}; choose another file")
 
 
 def write_text(text: str, path: Path) -> None:

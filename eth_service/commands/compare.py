@@ -39,9 +39,10 @@ def compare(
     """Plan MODEL on a cluster with every strategy, on the same cost model, and show them side by side."""
     import json
 
-    from eth_service.commands.common import make_request, progress, write_text
+    from eth_service.commands.common import check_writable, make_request, progress, write_text
     from planner.compare import compare as compare_all
 
+    check_writable(json_file)
     request, profile = make_request(
         model,
         cluster=cluster,

@@ -56,12 +56,20 @@ def plan(
 
     The best is of least predicted iteration time, or of least cost of a token.
     """
-    from eth_service.commands.common import console, make_request, progress, tell, write_text
+    from eth_service.commands.common import (
+        check_writable,
+        console,
+        make_request,
+        progress,
+        tell,
+        write_text,
+    )
     from eth_service.commands.plan_table import show_plan
     from planner.search import find_plans
     from planner.search.control import SearchControl, SearchOptions, SearchStopped
     from planner.search.stopping import stopped_words
 
+    check_writable(json_file)
     request, profile = make_request(
         model,
         cluster=cluster,

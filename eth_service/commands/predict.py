@@ -27,7 +27,7 @@ def predict(
     ] = None,
 ) -> None:
     """Price PLAN stage by stage and term by term, and replay it event by event. Nothing is searched."""
-    from eth_service.commands.common import tell_profiles, write_text
+    from eth_service.commands.common import check_writable, tell_profiles, write_text
     from planner.cost.price import price_plan
     from planner.items import items_of
     from planner.plan import read_plan
@@ -35,6 +35,7 @@ def predict(
     from planner.profile.table import ProfileTable
     from planner.simulate import simulate
 
+    check_writable(json_file)
     read, table = read_plan(plan), None
     if profiles is not None:
         from planner.profile.use import with_profiles

@@ -131,6 +131,12 @@ def test_a_model_of_absurd_size(tmp_path: Path, changes: dict[str, object], mess
         ([*MODEL, *CLUSTER, "--price", "H100=3"], "the cluster has no H100; it has A100, RTX3090"),
         ([*MODEL, *CLUSTER, "--throughput-floor", "9"], "belongs to the objective cost"),
         (
+            [*MODEL, *CLUSTER, "--json", "/no/such/plan.json"],
+            "--json = /no/such/plan.json cannot be written: /no",
+        ),
+        (["compare", *MODEL[1:], *CLUSTER, "--json", "/"], "--json = / cannot be written: it is a folder"),
+        (["predict", "plan.json", "--json", "/no/plan.json"], "/no is not a folder; choose another file"),
+        (
             [
                 *MODEL,
                 *CLUSTER,
