@@ -85,7 +85,8 @@ class GridSearch:
         The paper takes the whole global batch; a pipeline's part of the cluster's speed and the mean of
         the two bring the first phase closer to what the second will assign.
         """
-        rates = [self._stages.rate(devices, 1) for devices in (composition, self._grid.nodes)]
+        size = self._stages.least_known_size()
+        rates = [self._stages.rate(devices, size) for devices in (composition, self._grid.nodes)]
         likely = max(1, math.ceil(self._batch * rates[0] / rates[1]))
         return sorted({likely, math.isqrt(likely * self._batch), self._batch})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -106,8 +107,20 @@ class StageSearch:
             )
         return self._rates[key]
 
+    def least_known_size(self) -> int:
+        """The smallest micro-batch of which the profile knows a case on any device type."""
+        for size in self._sizes:
+            if self.rate(self.grid.nodes, size):
+                return size
+        # Asking for a case makes the profile say what it lacks.
+        self.cost.replica_step(device_type=self.types[0], tp=1, rows=self._sizes[0], layers=1)
+        raise AssertionError("a profile does not know a case that it does not cover")
+
     def sample_layer_seconds(self, type_: str, most_rows: int) -> float:
-        """Least device seconds of one layer for one sample, over TP degrees and rows up to `most_rows`."""
+        """Least device seconds of one layer for one sample, over TP degrees and rows up to `most_rows`.
+
+        Infinite where the profile knows none of these cases.
+        """
         key = (type_, most_rows)
         if key not in self._sample_seconds:
             model = self.cost.model
@@ -121,10 +134,12 @@ class StageSearch:
                 for rows in (*(r for r in self._sizes if r < most_rows), most_rows)
                 if self.cost.covers(device_type=type_, tp=tp, rows=rows)
             ]
-            # Where the profile knows none of these cases, asking for one makes it say what it lacks.
             self._sample_seconds[key] = min(
-                self.cost.replica_step(device_type=type_, tp=tp, rows=rows, layers=1).total * tp / rows
-                for tp, rows in known or [(1, most_rows)]
+                (
+                    self.cost.replica_step(device_type=type_, tp=tp, rows=rows, layers=1).total * tp / rows
+                    for tp, rows in known
+                ),
+                default=math.inf,
             )
         return self._sample_seconds[key]
 

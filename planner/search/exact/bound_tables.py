@@ -63,7 +63,7 @@ def _receive(cover: Cover, surroundings: Surroundings, role: Role) -> float:
 
 
 def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role) -> FloatArray:
-    """The slowest replica's own, under the kindest ZeRO stage; and one other with a single row must fit too."""
+    """The slowest replica's own, under the kindest ZeRO stage; and one other with few rows must fit too."""
     found = []
     for maker in makers:
         dp = cover.size
@@ -73,7 +73,7 @@ def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role) -> FloatArra
                 kind, cover.tp, rows, role, dp=dp, micro_batch_size=cover.size, zero=maker.zero
             )
 
-        others = [np.isfinite(of(kind, 1)) for kind in cover.others]
+        others = [np.isfinite(of(kind, cover.fewest[kind])) for kind in cover.others]
         found.append(np.where(np.any(others, axis=0), of(cover.kind, cover.own), np.inf))
     least: FloatArray = np.min(found, axis=0)
     return least

@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Cover:
-    """Replicas of `tp` devices: the slowest, of a `kind` with `own` rows, and others of kind k with up to
+    """Replicas of `tp` devices: the slowest, of a `kind` with `own` rows, and others of kind k with `fewest[k]` to
     `rows[k]`."""
 
     tp: int
@@ -30,6 +30,7 @@ class Cover:
     kind: int
     own: int
     rows: Vector
+    fewest: Vector
     layer_seconds: float
 
     @property
@@ -79,10 +80,9 @@ def find_covers(cost: StageCost, pool: Pool, *, micro_batch_size: int) -> list[C
         layers = [_layer_seconds(cost, pool, kind, tp, micro_batch_size) for kind in range(len(pool.kinds))]
         for kind, own in enumerate(layers):
             for rows, seconds in own.items():
-                most = tuple(
-                    max((r for r, s in other.items() if s <= seconds), default=0) for other in layers
-                )
-                cover = Cover(tp, micro_batch_size, kind, rows, most, seconds)
+                possible = [[r for r, s in other.items() if s <= seconds] for other in layers]
+                most, fewest = (tuple(end(of_kind, default=0) for of_kind in possible) for end in (max, min))
+                cover = Cover(tp, micro_batch_size, kind, rows, most, fewest, seconds)
                 if cover.others:
                     found.append(cover)
     return found

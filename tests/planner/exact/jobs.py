@@ -1,4 +1,4 @@
-"""Small random jobs: clusters of two types, links and memories that bind differently from seed to seed."""
+"""Small random jobs: clusters of two types or more, links and memories that bind differently from seed to seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 2**30
 def make_cluster(seed: int, nodes: Sequence[dict[str, int]]) -> Cluster:
     draw = random.Random(f"cluster {seed}")
     types: dict[str, Any] = {}
-    for name in ("fast", "slow"):
+    for name in sorted({"fast", "slow"}.union(*nodes)):
         tflops = draw.choice([0.5, 1, 2, 3])
         types[name] = {
             "backend": "cpu",

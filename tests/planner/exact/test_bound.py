@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planner.cluster import Link, Links
 from planner.cost.price import price_plan
 from planner.errors import UserError
 from planner.plan import Plan
-from planner.profile.table import ProfileTable
+from planner.profile.table import ProfileTable, Scope
 from planner.request import PlanRequest
 from planner.search.exact import strategy
 from planner.search.exact.pool import Pool, every_pool
@@ -23,6 +24,7 @@ from planner.search.exact.solve import ExactSolver
 from planner.simulate import simulate
 from tests.planner.brute_force import every_plan
 from tests.planner.exact.jobs import make_request, random_plans
+from tests.planner.exact.oracle import Oracle
 from tests.planner.exact.random_profile import RandomProfile
 
 TINY: list[list[dict[str, int]]] = [
@@ -122,6 +124,25 @@ def test_a_few_random_plans_are_not_below_the_bound(seed: int) -> None:
     request = make_request(seed, SMALL[seed], batch=8, layers=3, **OPTIONS[seed])
     profile = RandomProfile(seed, request.model, spread=2.0)
     check_bound(request, profile, [1, 2], random_plans(request, draw, sizes=[1, 2], tries=150), draw)
+
+
+@pytest.mark.parametrize("nodes", [[{"fast": 4}], [{"fast": 1}] * 3 + [{"slow": 1}]])
+@pytest.mark.parametrize("options", [{"zero_stages": (0,)}, {}])
+def test_collectives_measured_faster_than_the_links_are_below_no_bound(
+    nodes: list[dict[str, int]], options: dict[str, Any]
+) -> None:
+    """A thousand times as fast as slow links: what gradients take on those would bound too high."""
+    request = make_request(1, nodes, batch=8, layers=2, recompute=False, **options)
+    slow = Links(intra_node=Link(bandwidth=1e8, latency=1e-6), inter_node=Link(bandwidth=1e8, latency=1e-6))
+    cluster = request.cluster.model_copy(update={"links": slow})
+    request = request.model_copy(update={"cluster": cluster})
+    scopes: tuple[Scope, ...] = ("intra_node", "inter_node")
+    rates = {(members, scope): 1e-11 for members in (2, 3, 4) for scope in scopes}
+    profile = RandomProfile(1, request.model, spread=2.0, all_reduce_rates=rates)
+    plan = ExactSolver(request, profile=profile, micro_batch_sizes=[1, 2]).solve()
+    assert plan is not None
+    best = Oracle(request, profile, sizes=[1, 2]).best_below(plan.seconds).plan or plan.plan
+    check_bound(request, profile, [1, 2], [best], random.Random(1))
 
 
 @pytest.mark.parametrize("seed", range(6))
