@@ -14,6 +14,7 @@ _BYTES = {"": 1.0, "b": 1.0} | {
     for suffix, base in (("b", 1000.0), ("ib", 1024.0))
 }
 _SECONDS = {"": 1.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_RATE = re.compile(r"^([kmgtKMGT]i?)?(B|b|bit)(/s|ps)$")
 _QUANTITY = re.compile(r"^\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*$", re.IGNORECASE)
 
 
@@ -45,21 +46,19 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_bandwidth(value: object) -> object:
-    """'200 Gbps' -> 25e9, '25 GB/s' -> 25e9 (bytes a second); numbers pass through."""
+    """'200 Gbps', '200 Gb/s', '200 Gbit/s' and '25 GB/s' -> 25e9 (bytes a second); numbers pass through.
+
+    A capital B is a byte, a small b a bit.
+    """
     parts = _split(value, "200 Gbps")
     if parts is None:
         return value
     number, unit = parts
-    lower = unit.lower()
-    if lower.endswith("bps"):
-        # Network usage: a lower-case b is a bit; nobody writes byte rates with "ps".
-        scale = _BYTES.get(lower.removesuffix("ps"))
-        if scale is not None:
-            return number * scale / 8
-    scale = _BYTES.get(lower.removesuffix("/s"))
-    if scale is None:
+    rate = _RATE.match(unit)
+    if rate is None:
         raise ValueError(f"unit {unit!r} of {value!r} is not known; use Gbps or GB/s, for example")
-    return number * scale
+    scale = _BYTES[f"{rate[1] or ''}b".lower()]
+    return number * scale / (1 if rate[2] == "B" else 8)
 
 
 def parse_seconds(value: object) -> object:

@@ -15,7 +15,17 @@ def test_bytes(text: object, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("200 Gbps", 25e9), ("25 GB/s", 25e9), ("1 GiB/s", 2.0**30), (5.0, 5.0)]
+    ("text", "expected"),
+    [
+        ("200 Gbps", 25e9),
+        ("200 Gb/s", 25e9),
+        ("200 Gbit/s", 25e9),
+        ("25 GB/s", 25e9),
+        ("25 GBps", 25e9),
+        ("1 GiB/s", 2.0**30),
+        ("8 b/s", 1.0),
+        (5.0, 5.0),
+    ],
 )
 def test_bandwidth(text: object, expected: float) -> None:
     assert TypeAdapter(BytesPerSecond).validate_python(text) == expected
@@ -34,6 +44,7 @@ def test_seconds(text: object, expected: float) -> None:
         (Bytes, "1.2.3 GiB", "not a quantity"),
         (Bytes, "1e999 GiB", "more bytes than can be counted"),
         (BytesPerSecond, "3 Gx/s", "GB/s"),
+        (BytesPerSecond, "3 GB", "Gbps or GB/s"),
         (Seconds, "3 min", "use s, ms"),
     ],
 )
