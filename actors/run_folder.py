@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from datetime import datetime
@@ -31,28 +32,43 @@ class RunFolder:
     """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
     `failure.txt` if a rank failed, and `checkpoints` if the job saves any."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, taken: bool = False) -> None:
+        """`taken`: what is in the folder belongs to the run, or may go."""
         self.path = path.resolve()
+        self._taken = taken
         self.metrics = self.path / "metrics.jsonl"
         self.weights = self.path / "weights.safetensors"
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> RunFolder:
         """The folder to be; UserError if it cannot take a run. Writes nothing."""
-        if path.exists() and not path.is_dir():
+        if os.path.exists(path) and not path.is_dir():
             raise UserError(f"--output {path} is not a folder; name another")
         if overwrite and resume:
             raise UserError("--overwrite and --resume exclude each other; leave one out")
-        if path.is_dir() and any(path.iterdir()) and not (overwrite or resume):
+        folder = cls(path, taken=overwrite or resume)
+        folder.refuse_foreign()
+        return folder
+
+    def refuse_foreign(self) -> None:
+        """UserError if the folder holds something that this run may not take over, or cannot be looked into."""
+        try:
+            holds = self.path.is_dir() and any(self.path.iterdir())
+        except OSError as error:
             raise UserError(
-                f"--output {path} is not empty; name another folder, add --resume to go on with its run, or"
+                f"--output {self.path} cannot be used: {error.strerror}; name another folder"
+            ) from None
+        if holds and not self._taken:
+            raise UserError(
+                f"--output {self.path} is not empty; name another folder, add --resume to go on with its run, or"
                 " --overwrite to lose it"
             )
-        return cls(path)
 
     def create(self, *, keep_metrics: bool = False) -> None:
         """Make the folder and clear what an earlier run wrote into it, the rows that a resumed run goes on
         with apart."""
+        # Again: another run of the same job may have begun within the same second.
+        self.refuse_foreign()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in _FILES:

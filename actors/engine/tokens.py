@@ -80,8 +80,13 @@ def prepare_tokens(source: str | Path, *, pattern: str = "*", cache_dir: Path) -
     digest, text_bytes = _digest(files)
     _check_text(source, files, text_bytes)
     target = cache_dir / f"{digest}.tokens"
-    if not target.exists():
-        _write(files, target)
+    try:
+        if not target.exists():
+            _write(files, target)
+    except OSError as error:
+        raise UserError(
+            f"token file {target} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder with room"
+        ) from None
     return TokenFile(target)
 
 
@@ -107,9 +112,9 @@ def _files(source: str | Path, pattern: str) -> list[Path]:
 
 
 def _text_files(path: Path, pattern: str) -> list[Path]:
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder_files(path, pattern)
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(
             f"data.path = {str(path)!r} does not exist; give a text file, a folder, or {PYTHON_STDLIB}"
         )

@@ -46,6 +46,15 @@ def test_a_folder_with_content_is_refused_unless_it_may_be_overwritten(tmp_path:
         RunFolder.check(tmp_path / "notes.txt", overwrite=True)
 
 
+def test_two_runs_that_chose_one_folder_do_not_share_it(tmp_path: Path) -> None:
+    first, second = (RunFolder.check(tmp_path / "run", overwrite=False) for _ in range(2))
+    first.create()
+    first.append_metrics({"iteration": 1})
+    with pytest.raises(UserError, match="is not empty"):
+        second.create()
+    assert first.metrics.read_text() == '{"iteration": 1}\n'
+
+
 def test_the_written_job_can_be_run_again_from_anywhere(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     folder = RunFolder.check(tmp_path / "a" / "run", overwrite=False)

@@ -58,6 +58,12 @@ def test_the_same_content_is_written_once_and_other_content_apart(tmp_path: Path
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
+def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(UserError, match="cannot be written: Not a directory; set XDG_CACHE_HOME to"):
+        prepare_tokens(tmp_path / "text.txt", cache_dir=tmp_path / "text.txt" / "cache")
+
+
 def test_large_files_are_read_in_pieces(tmp_path: Path) -> None:
     content = np.random.default_rng(0).integers(0, 256, 2_500_000, dtype=np.uint8).tobytes()
     made = _tokens(tmp_path, content)
