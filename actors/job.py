@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,6 +17,8 @@ from planner.plan import MAX_GLOBAL_BATCH_SIZE, GradientSync, Plan, Precision, r
 from planner.units import Seconds, parse_seconds
 
 PYTHON_STDLIB = "python-stdlib"
+# A week. Process groups cannot count much longer times.
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 class Data(Contract):
@@ -96,7 +99,7 @@ class Training(Contract):
     global_batch_size: int = Field(ge=1, le=MAX_GLOBAL_BATCH_SIZE, description="samples an iteration")
     sequence_length: int = Field(ge=1, description="tokens a sample")
     steps: int = Field(ge=1, description="iterations")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     optimizer: Optimizer = Optimizer()
     learning_rate: LearningRate = LearningRate(peak=3e-4)
     precision: Precision = "fp32"
@@ -105,7 +108,13 @@ class Training(Contract):
     @field_validator("learning_rate", mode="before")
     @classmethod
     def _bare_number(cls, value: Any) -> Any:
-        return {"peak": value} if isinstance(value, int | float) else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return {"peak": value}
+        if not isinstance(value, Mapping | LearningRate):
+            raise ValueError(
+                f"learning_rate = {value!r}: write a number, or a mapping with peak and schedule"
+            )
+        return value
 
 
 class Runtime(Contract):
@@ -124,7 +133,7 @@ class Runtime(Contract):
     deterministic: bool = Field(
         default=False, description="refuse operations whose result may differ from run to run"
     )
-    timeout_seconds: Seconds = Field(default=60.0, gt=0)
+    timeout_seconds: Seconds = Field(default=60.0, gt=0, le=MAX_TIMEOUT_SECONDS)
     on_nan: Literal["stop", "skip", "continue"] = Field(
         default="stop",
         description="an iteration whose loss or gradient is not finite: fail, skip its update, go on",
@@ -206,6 +215,15 @@ class Job(Contract):
 
     _base: Path = PrivateAttr(default=Path())
 
+    @field_validator("strategy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        # Asked here, before anything is started for the job.
+        from planner.search import strategy_named
+
+        strategy_named(value)
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Job:
         if self.training.sequence_length > self.model.max_sequence_length:
@@ -253,7 +271,7 @@ class Job(Contract):
         return self._base
 
     def data_path(self) -> Path:
-        return Path(self.base, self.data.path).expanduser()
+        return Path(self.base, os.path.expanduser(self.data.path))
 
     def checkpoint_folder(self, run_folder: Path) -> Path:
         """Where the checkpoints of a run lie."""

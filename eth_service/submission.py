@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from http import HTTPStatus
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from actors.job import PYTHON_STDLIB, Job, parse_job
 from eth_service.errors import ProblemError
 from eth_service.feasibility import check_feasible
-from planner.errors import UserError
+from planner.errors import UserError, load_yaml
 
 JSON_TYPE = "application/json"
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -28,7 +29,7 @@ def decode_body(body: bytes, *, content_type: str) -> object:
             f"Content-Type = {kind or None!r}: send the job file as application/yaml or application/json",
         )
     try:
-        data = json.loads(body) if kind == JSON_TYPE else yaml.safe_load(body)
+        data = json.loads(body, object_pairs_hook=_mapping) if kind == JSON_TYPE else load_yaml(body)
         _refuse_huge(data)
     except (ValueError, yaml.YAMLError) as error:
         told = " ".join(str(error).split())
@@ -61,7 +62,7 @@ def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
     data, checkpoint = document["data"], document["checkpoint"]
     if data["path"] != PYTHON_STDLIB:
         path = (root / data["path"]).resolve()
-        if not path.exists():
+        if not os.path.exists(path):
             raise UserError(
                 f"data.path = {data['path']!r} does not exist under the data root {root}; check the path"
             )
@@ -81,11 +82,25 @@ def _confine(data: dict[str, Any], root: Path) -> None:
         "checkpoint.directory": checkpoint.get("directory"),
     }
     for field, value in named.items():
-        if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):
+        if not isinstance(value, str):
+            continue
+        if "\0" in value:
+            raise UserError(f"{field} = {value!r} is no path, since it holds a null character; remove that")
+        if not (root / value).resolve().is_relative_to(root.resolve()):
             raise UserError(f"{field} = {value!r} is outside the data root {root}; put the file below it")
     pattern = text.get("pattern")
     if isinstance(pattern, str) and (PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts):
         raise UserError(f"data.pattern = {pattern!r} leads out of the folder; write a pattern such as *.txt")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which no key may be written twice, as in a job file."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is written twice; remove one of them")
+    return made
 
 
 def _refuse_huge(data: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -245,7 +246,8 @@ def resolve_cluster(value: object, *, base: Path | None = None) -> Cluster:
     if not isinstance(value, str):
         raise UserError(f"cluster = {value!r}: give a short form, a file or a mapping")
     path = (base or Path()) / value
-    if path.is_file():
+    # Not `Path.is_file`, which raises where a long short form is no possible file name.
+    if os.path.isfile(path):
         return parse(Cluster, read_yaml(path, what="cluster"), source=str(path))
     if _GROUP.match(value.split(",")[0].strip()):
         return from_short_form(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from datetime import date
 from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
@@ -76,6 +78,36 @@ def parse(model: type[Model], data: object, *, source: str) -> Model:
         raise UserError(f"{source}: " + "; ".join(told)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which `3e-4` is a number, as in JSON and YAML 1.2, and no mapping says a key twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here and not when values are made: merged keys (`<<`), which own ones may override, are not in yet.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value!r} is written twice; remove one of them,",
+                        problem_mark=key.start_mark,
+                    )
+                seen.add((key.tag, key.value))
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_yaml(text: str | bytes) -> object:
+    """The values in YAML or JSON text; yaml.YAMLError, or RecursionError where it is nested too deeply."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def read_yaml(path: Path, *, what: str) -> object:
     """The content of a YAML or JSON file; a UserError that names the file if it cannot be read."""
     try:
@@ -85,10 +117,12 @@ def read_yaml(path: Path, *, what: str) -> object:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} file {path} cannot be read: {error}") from None
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         place = " ".join(str(error).split())
         raise UserError(f"{what} file {path} is not valid YAML or JSON: {place}") from None
+    except RecursionError:
+        raise UserError(f"{what} file {path} is nested too deeply; write it as the examples are") from None
 
 
 def _describe(problem: Mapping[str, Any]) -> str:
@@ -106,4 +140,8 @@ def _describe(problem: Mapping[str, Any]) -> str:
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     if not field:
         return f"it holds {shown}, which is no mapping of keys to values; write it as the examples are"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{field} = {shown}: write keys and values below it"
+    if problem["type"] == "string_type" and isinstance(problem["input"], int | float | date):
+        return f"{field} = {shown}: YAML reads this as something other than text; put it in quotes"
     return f"{field} = {shown}: {message[:1].lower()}{message[1:]}"

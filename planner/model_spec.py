@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,9 +193,9 @@ def resolve_model(value: object, *, base: Path | None = None) -> ModelSpec:
     if preset is not None:
         return preset
     path = (base or Path()) / value
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(
             f"model = {value!r} is neither a preset nor a file; presets: {', '.join(sorted(PRESETS))}"
             f"{did_you_mean(value, PRESETS)}"

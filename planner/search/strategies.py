@@ -59,6 +59,16 @@ def strategy_names() -> list[str]:
     return sorted(STRATEGIES)
 
 
+def strategy_named(name: str) -> Strategy:
+    """A strategy by its name; UserError that lists them."""
+    if name not in STRATEGIES:
+        raise UserError(
+            f"strategy = {name!r} is not known; use one of {', '.join(strategy_names())}"
+            f"{did_you_mean(name, STRATEGIES)}"
+        )
+    return STRATEGIES[name]
+
+
 def find_plan(
     request: PlanRequest,
     *,
@@ -75,12 +85,7 @@ def find_plan(
     is unknown or the job cannot fit, saying which stage, by how much and what would help; SearchStopped if
     the user interrupted it before it had a plan.
     """
-    strategy = STRATEGIES.get(request.strategy)
-    if strategy is None:
-        raise UserError(
-            f"strategy = {request.strategy!r} is not known; use one of {', '.join(strategy_names())}"
-            f"{did_you_mean(request.strategy, STRATEGIES)}"
-        )
+    strategy = strategy_named(request.strategy)
     start = time.perf_counter()
     profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
     control = control or SearchControl(progress=progress or _quiet)

@@ -99,6 +99,7 @@ def test_what_the_job_states_of_synchronisation_must_agree_with_its_plan(tmp_pat
         ({"model": "gpt9"}, "presets: gpt3-1.3b"),
         ({"cluster": "1x1:B52"}, "'B52' is not known"),
         ({"plan": "none.json"}, "plan file"),
+        ({"strategy": "meti"}, "strategy = 'meti' is not known; use one of eth, hexiscale, metis"),
         (training(steps=0), "training.steps = 0"),
         (training(sequence_length=1000), "training.sequence_length = 1000 is more than the model's"),
         (training(precision="fp8"), "training.precision = 'fp8'"),
@@ -107,6 +108,15 @@ def test_what_the_job_states_of_synchronisation_must_agree_with_its_plan(tmp_pat
         (training(learning_rate={"peak": 1e-3, "schedule": "wsd"}), "wsd needs decay_steps"),
         (training(learning_rate={"peak": 1e-3, "decay_steps": 5}), "the other schedules have none"),
         ({"runtime": {"on_nan": "pray"}}, "runtime.on_nan = 'pray'"),
+        (training(learning_rate="fast"), "learning_rate = 'fast': write a number, or a mapping with peak"),
+        (training(seed=2**63), "training.seed = 9223372036854775808: input should be less than"),
+        (
+            {"runtime": {"timeout_seconds": 1e9}},
+            "runtime.timeout_seconds = 1000000000.0: input should be less",
+        ),
+        ({"runtime": None}, "runtime = None: write keys and values below it"),
+        ({"data": "text.txt"}, "data = 'text.txt': write keys and values below it"),
+        ({"name": 7}, "name = 7: YAML reads this as something other than text; put it in quotes"),
         (training(learning_rate=-1), "training.learning_rate.peak = -1"),
         (training(optimizer={"betas": [0.9, 1.0]}), "both must be at least 0 and below 1"),
         ({"data": {"path": ""}}, "data.path"),
@@ -151,6 +161,12 @@ def test_learning_rates_warm_up_and_end() -> None:
     stable = LearningRate(peak=1.0, schedule="wsd", warmup_steps=2, decay_steps=4, minimum=0.2)
     found = [stable.at(i, steps=10) for i in range(1, 11)]
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    job = parsed(tmp_path / "jobs", data={"path": "~/text.txt"})
+    assert job.data_path() == tmp_path / "home" / "text.txt"
 
 
 def test_a_bare_number_is_a_constant_rate(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from planner.catalogue import CATALOGUE, canonical_name, lookup
-from planner.cluster import Cluster, from_short_form, resolve_cluster
+from planner.cluster import Cluster, Link, from_short_form, resolve_cluster
 from planner.errors import UserError, parse
 
 
@@ -67,6 +67,7 @@ def test_a_cluster_survives_its_own_yaml(tmp_path: Path) -> None:
         ("ascend910b4", "910B4"),
         ("NVIDIA GeForce RTX 3090", "RTX3090"),
         ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("V100 32GB", "V100-32"),
         (" h100 ", "H100"),
         ("accelerator_type:A100", "A100"),
         ("NVIDIA RTX A6000", "A6000"),
@@ -153,9 +154,35 @@ def test_a_wrong_cluster_mapping_names_the_field(data: object, hint: str) -> Non
         resolve_cluster(data)
 
 
+def test_a_short_form_longer_than_any_file_name() -> None:
+    assert resolve_cluster(",".join(["1x1:RTX3090"] * 40)).counts == {"RTX3090": 40}
+
+
+def test_numbers_are_read_as_in_json_and_no_key_may_be_written_twice(tmp_path: Path) -> None:
+    """YAML 1.1 takes 3e-6 for a word, and keeps the last of several values without a word."""
+    text = (
+        "nodes: [{devices: [{type: A100, count: 2}]}]\nlinks: {intra_node: {bandwidth: 2e9, latency: 3e-6}}\n"
+    )
+    (tmp_path / "c.yaml").write_text(text)
+    assert resolve_cluster("c.yaml", base=tmp_path).links.intra_node == Link(bandwidth=2e9, latency=3e-6)
+    (tmp_path / "c.yaml").write_text(text + "links: {}\n")
+    with pytest.raises(UserError, match=r"'links' is written twice; remove one of them, in .* line 3"):
+        resolve_cluster("c.yaml", base=tmp_path)
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "nodes:\n- &first {name: a, emulate: true, devices: [{type: A100, count: 2}]}\n- {<<: *first, name: b}\n"
+    )
+    assert [node.name for node in resolve_cluster("c.yaml", base=tmp_path).nodes] == ["a", "b"]
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("nodes: [")
     with pytest.raises(UserError, match="not valid YAML"):
+        resolve_cluster("c.yaml", base=tmp_path)
+    (tmp_path / "c.yaml").write_text("[" * 1000)
+    with pytest.raises(UserError, match=r"c\.yaml is nested too deeply"):
         resolve_cluster("c.yaml", base=tmp_path)
     (tmp_path / "c.yaml").write_text("")
     with pytest.raises(UserError, match=r"c\.yaml: it holds None, which is no mapping of keys to values"):

@@ -80,6 +80,7 @@ def test_hugging_face_configs_are_read(tmp_path: Path) -> None:
     [
         ("gpt5", "presets: gpt3-1.3b"),
         (7, "give a preset's name"),
+        ("x" * 300, "neither a preset nor a file"),
         ({"name": "x", "layers": 2, "hidden_size": 10, "heads": 4, "vocab_size": 9}, "max_sequence_length"),
         (
             {
