@@ -77,7 +77,7 @@ _DISCONNECTED = re.compile(
     re.IGNORECASE,
 )
 _COMMUNICATION = re.compile(
-    r"gloo|nccl|hccl|c10d|store|Dist\w*Error|peer|connection|broken pipe", re.IGNORECASE
+    r"gloo|nccl|hccl|c10d|store|Dist\w*Error|peer|pair closure|connection|broken pipe", re.IGNORECASE
 )
 
 

@@ -32,6 +32,8 @@ def failure(rank: int, kind: FailureKind) -> RankFailure:
             RuntimeError("gloo/unbound_buffer.cc:84 Timed out waiting 3000ms for recv operation to complete"),
             "TIMED_OUT",
         ),
+        # gloo, where another operation on the same connection had timed out before.
+        (RuntimeError("Application timeout caused pair closure"), "TIMED_OUT"),
         (dist.DistStoreError("wait timeout after 5000ms, keys: /a"), "TIMED_OUT"),
         (
             dist.DistNetworkError("The client socket has failed to connect: Connection refused"),
