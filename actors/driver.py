@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"eth: {error}", file=sys.stderr)
         return 1
     except (TrainingStopped, KeyboardInterrupt) as error:
-        print(f"eth: {error or 'stopped'}", file=sys.stderr)
+        print(f"eth: {str(error) or 'stopped'}", file=sys.stderr)
         return 130
     return 0
 

@@ -54,5 +54,5 @@ def train(
         print(f"eth: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except (TrainingStopped, KeyboardInterrupt) as error:
-        print(f"eth: {error or 'stopped'}", file=sys.stderr)
+        print(f"eth: {str(error) or 'stopped'}", file=sys.stderr)
         raise typer.Exit(STOPPED) from None

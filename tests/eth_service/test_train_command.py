@@ -161,3 +161,17 @@ def test_a_run_to_resume_is_named_and_holds_a_checkpoint(
 
 def test_what_is_not_there_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in refusal(capsys, str(tmp_path / "none.yaml"))
+
+
+def test_ctrl_c_before_the_run_began_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("actors.driver.run_job", interrupted)
+    sys.argv = ["eth", "train", edited(tmp_path)]
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "eth: stopped\n"
