@@ -45,7 +45,7 @@ def test_seconds(text: object, expected: float) -> None:
         (Bytes, "1e999 GiB", "more bytes than can be counted"),
         (BytesPerSecond, "3 Gx/s", "GB/s"),
         (BytesPerSecond, "3 GB", "Gbps or GB/s"),
-        (Seconds, "3 min", "use s, ms"),
+        (Seconds, "3 days", "use h, min, s"),
     ],
 )
 def test_a_wrong_quantity_names_what_to_write(kind: Any, text: str, hint: str) -> None:
