@@ -30,7 +30,7 @@ def decode_body(body: bytes, *, content_type: str) -> object:
         )
     try:
         data = json.loads(body, object_pairs_hook=_mapping) if kind == JSON_TYPE else load_yaml(body)
-        _refuse_huge(data)
+        _refuse_unusable(data)
     except (ValueError, yaml.YAMLError) as error:
         told = " ".join(str(error).split())
         raise UserError(f"job is not valid {'JSON' if kind == JSON_TYPE else 'YAML'}: {told}") from None
@@ -82,11 +82,7 @@ def _confine(data: dict[str, Any], root: Path) -> None:
         "checkpoint.directory": checkpoint.get("directory"),
     }
     for field, value in named.items():
-        if not isinstance(value, str):
-            continue
-        if "\0" in value:
-            raise UserError(f"{field} = {value!r} is no path, since it holds a null character; remove that")
-        if not (root / value).resolve().is_relative_to(root.resolve()):
+        if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):
             raise UserError(f"{field} = {value!r} is outside the data root {root}; put the file below it")
     pattern = text.get("pattern")
     if isinstance(pattern, str) and (PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts):
@@ -103,7 +99,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refuse_huge(data: object) -> None:
+def _refuse_unusable(data: object) -> None:
     # YAML aliases let a few lines stand for more values than memory holds: count what a reader would meet.
     waiting, seen = [data], 0
     while waiting:
@@ -112,6 +108,18 @@ def _refuse_huge(data: object) -> None:
         if seen > _MAX_VALUES:
             raise ValueError(f"more than {_MAX_VALUES} values (YAML aliases count each time)")
         if isinstance(value, dict):
+            for key in value:
+                _refuse_unusable_text(key)
             waiting.extend(value.values())
         elif isinstance(value, list):
             waiting.extend(value)
+        else:
+            _refuse_unusable_text(value)
+
+
+def _refuse_unusable_text(value: object) -> None:
+    """JSON can spell characters that no file name, database or job file can hold."""
+    if isinstance(value, str):
+        value.encode()  # half of a pair of surrogates: a UnicodeEncodeError, which is a ValueError
+        if "\0" in value:
+            raise ValueError(f"{value!r} holds a null character; remove it")

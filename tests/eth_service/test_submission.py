@@ -52,6 +52,8 @@ def test_another_content_type_is_told_which_to_send() -> None:
         (b"a: &a [*a]", "application/yaml"),
         (b"{a: 1, a: 2}", "application/yaml"),
         (b'{"a": 1, "a": 2}', "application/json"),
+        (b'{"model": "a\\u0000b"}', "application/json"),
+        (b'{"a": [{"\\ud800": 1}]}', "application/json"),
     ],
 )
 def test_a_broken_body_is_one_line(body: bytes, kind: str) -> None:
@@ -105,7 +107,6 @@ def test_no_path_leads_out_of_the_data_root(root: Path, changes: dict[str, Any],
     ("values", "expected"),
     [
         (job_values(data={"path": "x" * 300}), "does not exist under the data root"),
-        (job_values(model="a\0b"), "model = 'a\\x00b' is no path"),
         (job_values(data={"path": "absent.txt"}), "data.path = 'absent.txt' does not exist"),
         (job_values(model="gpt5"), "model = 'gpt5' is neither a preset nor a file"),
         (job_values(priority=3), "priority is not a known key"),
