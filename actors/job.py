@@ -209,6 +209,9 @@ class Job(Contract):
     cluster: Literal["auto"] | Cluster = "auto"
     plan: Literal["auto"] | Plan = "auto"
     strategy: str = "eth"
+    zero_stages: tuple[Literal[0, 1, 2], ...] = Field(
+        default=(0, 1, 2), min_length=1, description="ZeRO stages that a searched plan may use"
+    )
     runtime: Runtime = Runtime()
     checkpoint: Checkpointing = Checkpointing()
     emulation: Emulation | None = None
@@ -235,6 +238,11 @@ class Job(Contract):
             raise ValueError("emulation is given, but no node of the cluster says emulate: true")
         if isinstance(self.plan, Plan):
             self._agree_with_plan(self.plan)
+        elif 0 not in self.zero_stages and self.runtime.gradient_sync != "block":
+            raise ValueError(
+                f"zero_stages = {list(self.zero_stages)}: runtime.gradient_sync = {self.runtime.gradient_sync!r}"
+                " shares nothing among ranks; set it to block, or add 0 to zero_stages"
+            )
         return self
 
     def _agree_with_plan(self, plan: Plan) -> None:
@@ -247,6 +255,11 @@ class Job(Contract):
         ]
         if isinstance(self.cluster, Cluster):
             stated.append(("cluster", self.cluster, plan.cluster))
+        if "zero_stages" in self.model_fields_set and plan.zero_stage not in self.zero_stages:
+            raise ValueError(
+                f"zero_stages = {list(self.zero_stages)} leaves out the plan's zero_stage = {plan.zero_stage};"
+                " make them agree, or use plan: auto"
+            )
         for field, mine, planned in stated:
             if mine != planned:
                 shown = "" if not isinstance(mine, str | int) else f" = {mine} (the plan says {planned})"

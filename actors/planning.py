@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from actors.job import PYTHON_STDLIB, Emulation, Job
 from actors.plan_task import plan_on_head
 from actors.time_scale import HostMeasurement, auto_time_scale
 from planner.cluster import Cluster
-from planner.cost.price import check_memory, with_prediction
+from planner.cost.price import check_memory, price_plan, with_prediction
 from planner.errors import UserError, parse
 from planner.local_batches import with_equal_batches
 from planner.plan import Dtypes, Plan, PlanEmulation
@@ -25,6 +26,10 @@ from planner.simulate import simulate
 
 if TYPE_CHECKING:
     from actors.engine.trainer import TrainerConfig
+
+
+# Prices that differ by less are equal.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ def make_plan(job: Job, prepared: Prepared, *, equal_batches: bool) -> Plan:
         # Measured while the plan is searched: both take a second or two.
         host = _measurement(job, request.cluster, wanted)
         plan = plan_on_head(request).model_copy(update={"gradient_sync": job.runtime.gradient_sync})
+        plan = least_sharded(plan, request.zero_stages)
         check_supported(plan)
         plan = _equal(plan) if equal_batches else plan
     if host is not None:
@@ -91,6 +97,23 @@ def make_plan(job: Job, prepared: Prepared, *, equal_batches: bool) -> Plan:
     if plan.overlap is None:
         plan = plan.model_copy(update={"overlap": job.runtime.overlap})
     return _priced(plan)
+
+
+def least_sharded(plan: Plan, zero_stages: Sequence[int]) -> Plan:
+    """The same plan at the lowest of the ZeRO stages at which it is as fast and fits: what shards nothing worth it
+    is harder to read, and moves more messages."""
+    seconds = price_plan(plan).iteration_seconds
+    for stage in sorted(stage for stage in zero_stages if stage < plan.zero_stage):
+        simpler = plan.model_copy(update={"zero_stage": stage})
+        predicted = price_plan(simpler)
+        fits = all(
+            place.device_bytes <= place.memory_limit_bytes
+            for pipeline in predicted.pipelines
+            for place in pipeline.stages
+        )
+        if fits and predicted.iteration_seconds <= seconds * (1 + _ROUNDING):
+            return simpler
+    return plan
 
 
 def _priced(plan: Plan) -> Plan:
@@ -129,8 +152,8 @@ def plan_request(job: Job) -> PlanRequest:
         dtypes=Dtypes(param=job.training.precision, wire=job.runtime.wire_dtype),
         strategy=job.strategy,
         emulation=PlanEmulation(memory_scale=memory_scale),
-        # What the runtime can execute (engine/support.py); operators may be recomputed.
-        zero_stages=(0,),
+        # The runtime shards block by block only.
+        zero_stages=job.zero_stages if job.runtime.gradient_sync == "block" else (0,),
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
-from rich.table import Table
 
 from actors.metrics import Row
+from actors.plan_table import plan_table, saver_lines
 from actors.summary import Summary
 from planner.describe import describe
 from planner.plan import Plan
@@ -84,32 +84,6 @@ def _terminal() -> Terminal:
     return Terminal() if sys.stdout.isatty() else Terminal(width=_LOG_COLUMNS)
 
 
-def plan_table(plan: Plan) -> Table:
-    """The plan in the manner of the paper's Table 3; stages and pipelines that are alike share a row."""
-    table = Table(pad_edge=False)
-    for column in ("Pipeline", "Stage", "Devices", "TP/DP", "Rows", "Layers"):
-        table.add_column(column, no_wrap=column != "Pipeline")
-    for column in ("Forward", "Backward", "Memory / limit"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for pipeline in describe(plan).pipelines:
-        table.add_section()
-        words = f"{pipeline.name}\n{pipeline.samples} samples, micro-batches of {pipeline.micro_batch_size}"
-        for stage in pipeline.stages:
-            table.add_row(
-                words,
-                stage.stages,
-                stage.devices,
-                stage.tp_dp,
-                stage.rows,
-                stage.layers,
-                format_seconds(stage.forward_seconds),
-                format_seconds(stage.backward_seconds),
-                f"{format_bytes(stage.memory_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
-            )
-            words = ""
-    return table
-
-
 def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     """One iteration: loss, measured against predicted time, every pipeline's speed, time left."""
     measured, predicted = row["iteration_seconds"], row["predicted_iteration_seconds"]
@@ -180,7 +154,8 @@ def plan_lines(plan: Plan) -> list[str]:
     counts = ", ".join(f"{count} x {type_}" for type_, count in plan.cluster.counts.items())
     lines = [
         f"{plan.model.name} on {counts}: {plan.global_batch_size} samples of {plan.sequence_length} tokens,"
-        f" predicted {format_seconds(plan.predicted.iteration_seconds)} an iteration"
+        f" predicted {format_seconds(plan.predicted.iteration_seconds)} an iteration",
+        *saver_lines(plan),
     ]
     if len(plan.pipelines) > 1:
         spread = describe(plan).balance.pipeline_spread

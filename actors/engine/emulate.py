@@ -19,11 +19,13 @@ from actors.engine import exchange
 from actors.engine.errors import out_of_memory
 from actors.engine.gradient_transport import CallTransport, Groups, Span, ThreadCourier, Work
 from actors.engine.live_memory import LiveTensors
+from actors.engine.replica_buffer import HeldPart
+from actors.engine.replica_shards import PartTransport
 from actors.engine.shard_transport import ShardTransport
 from planner.cost.backward import BackwardLeft
 from planner.cost.gradient import optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
-from planner.cost.stages import StageCost
+from planner.cost.stages import StageCost, stage_shape
 from planner.cost.sync_seconds import SyncSeconds
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace
@@ -46,13 +48,16 @@ class EmulatedDevice:
     def __init__(self, plan: Plan, place: RankPlace) -> None:
         step = replica_seconds(plan, pipeline=place.pipeline, stage=place.stage, replica=place.replica)
         scale = plan.emulation.time_scale
+        cost = StageCost.of_plan(plan)
+        stage = plan.pipelines[place.pipeline].stages[place.stage]
+        scatter = cost.scatter_seconds(stage_shape(stage, plan.cluster, zero_stage=plan.zero_stage))
         self._seconds: dict[StepKind, float] = {
             "forward": step.forward * scale,
-            "backward": step.backward * scale,
+            "backward": (step.backward + scatter) * scale,
             "optimizer": optimizer_seconds(plan, place.device) * scale,
         }
         self._scale = scale
-        self._left = BackwardLeft(plan, StageCost.of_plan(plan))
+        self._left = BackwardLeft(plan, cost)
         self._deadline = 0.0
         self._place = place
         self._device_type = plan.cluster.device_by_id[place.device].type
@@ -215,3 +220,18 @@ class PacedShards(PacedCalls):
     def gather(self, call: GradientCall, data: torch.Tensor) -> Work:
         seconds = self._seconds.of(call).gather
         return self._courier.start(lambda: self._run(call, seconds, lambda: self._shards.gather(call, data)))
+
+
+class PacedParts(PacedCalls):
+    """Sums over replicas' pieces and the gathering of parameters part by part, likewise."""
+
+    def __init__(self, inner: PartTransport, *, groups: Groups, plan: Plan) -> None:
+        super().__init__(inner, groups=groups, plan=plan)
+        self._parts = inner
+
+    def gather(self, held: HeldPart) -> Work:
+        call = held.part.call
+        if call is None:
+            return self._parts.gather(held)
+        seconds = self._seconds.of(call).gather * held.part.numel / call.numel
+        return self._courier.start(lambda: self._run(call, seconds, lambda: self._parts.gather(held)))

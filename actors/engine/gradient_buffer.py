@@ -75,37 +75,24 @@ class Piece:
         return tensor.flatten(self.tp_dim, self.tp_dim + 1)
 
 
-class GradientBuffer:
-    """The gradients of a rank's parameters, accumulated as soon as backward has made them, and freed.
+Place = tuple[tuple[int, int] | None, int]
+"""An atom's logical range along `tp_dim`, and where its gradient lies in the buffer."""
+
+
+class ParameterGradients:
+    """The gradients of a rank's parameters, added to `flat` as soon as backward has made them, and freed.
 
     Where a whole parameter lies in one piece in its own precision, autograd adds to it there (`leaf.grad` is
-    a view of the buffer); elsewhere a hook on the leaf does. `blocks` are those that the rank
-    holds; `sections` say where they lie, by default one after the other. What no block of the rank fills
-    (the rounding of sections, the padding of device-wise ones) is zero until a collective writes there.
-    Padding of vocabulary shards has no place in the buffer.
+    a view of `flat`); elsewhere a hook on the leaf does. Padding of vocabulary shards has no place there.
+
+    Args:
+        places: by parameter name, of each of its atoms.
     """
 
     def __init__(
-        self,
-        *,
-        handles: Sequence[HeldParameter],
-        blocks: Sequence[GradientBlock],
-        sections: Sequence[Section] | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, *, handles: Sequence[HeldParameter], flat: torch.Tensor, places: dict[str, list[Place]]
     ) -> None:
-        if sections is None:
-            sections = [Section(block.index, block.holders, (block,), block.numel) for block in blocks]
-        self._sections = dict(
-            zip((s.index for s in sections), _starts([s.numel for s in sections]), strict=True)
-        )
-        self._offsets = {
-            block.index: self._sections[section.index] + start
-            for section in sections
-            for block, start in section.places()
-        }
-        device = handles[0].local.device
-        self.flat = torch.zeros(sum(section.numel for section in sections), dtype=dtype, device=device)
-        places = _places(blocks, self._offsets)
+        self.flat = flat
         self._pieces: list[Piece] = []
         self._hooks: list[RemovableHandle] = []
         self._direct: list[HeldParameter] = []
@@ -125,24 +112,10 @@ class GradientBuffer:
             else:
                 hook = self._accumulator(handle, targets)
                 self._hooks.append(handle.leaf.register_post_accumulate_grad_hook(hook))
-        held, filled = sum(piece.gradient.numel() for piece in self._pieces), sum(b.numel for b in blocks)
-        assert held == filled, f"blocks hold {filled} elements, parameters {held}"
 
     def zero(self) -> None:
         """Forget the gradients of the last iteration."""
         self.flat.zero_()
-
-    def block_view(self, block: GradientBlock) -> torch.Tensor:
-        """A block's part of the buffer: flat and contiguous."""
-        return self.flat.narrow(0, self._offsets[block.index], block.numel)
-
-    def call_view(self, call: GradientCall) -> torch.Tensor:
-        """What a collective sums: flat and contiguous."""
-        return self.flat.narrow(0, self._sections[call.section] + call.start, call.numel)
-
-    def section_view(self, section: Section) -> torch.Tensor:
-        """A section's part of the buffer, its rounding included."""
-        return self.flat.narrow(0, self._sections[section.index], section.numel)
 
     def pieces(self) -> list[Piece]:
         """Every parameter element of the rank once, padding left out."""
@@ -150,21 +123,24 @@ class GradientBuffer:
 
     def on_arrival(self, callback: Callable[[str], None] | None) -> None:
         """Call back with a parameter's name after each time that its gradient was added."""
-        self._on_arrival = callback
-        # Hooks cost a few microseconds each time, so leaves that need none otherwise have them only now.
-        for hook in self._direct_hooks:
-            hook.remove()
-        self._direct_hooks = [] if callback is None else [_told(handle, callback) for handle in self._direct]
+        self._listen(callback)
 
     def close(self) -> None:
         """Remove the hooks, and let go of the leaves."""
-        self.on_arrival(None)
+        self._listen(None)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for handle in self._direct:
             handle.leaf.grad = None
         self._direct.clear()
+
+    def _listen(self, callback: Callable[[str], None] | None) -> None:
+        self._on_arrival = callback
+        # Hooks cost a few microseconds each time, so leaves that need none otherwise have them only now.
+        for hook in self._direct_hooks:
+            hook.remove()
+        self._direct_hooks = [] if callback is None else [_told(handle, callback) for handle in self._direct]
 
     def _accumulator(
         self, handle: HeldParameter, targets: Sequence[tuple[Run, torch.Tensor]]
@@ -184,6 +160,88 @@ class GradientBuffer:
                 self._on_arrival(handle.spec.name)
 
         return accumulate
+
+
+@dataclass(frozen=True)
+class CallData:
+    """A call as one rank sees it: its data, what of it the rank scales first, whose gradients it takes."""
+
+    call: GradientCall
+    data: torch.Tensor
+    weighted: list[tuple[torch.Tensor, float]]
+    parameters: frozenset[str]
+
+
+class SyncedGradients(Protocol):
+    """What `GradientSync` needs of a rank's gradients."""
+
+    flat: torch.Tensor
+
+    def call_data(self, call: GradientCall, rank: int) -> CallData: ...
+    def on_arrival(self, callback: Callable[[str], None] | None) -> None: ...
+
+
+class GradientBuffer(ParameterGradients):
+    """All gradients of a rank, block by block.
+
+    `blocks` are those that the rank holds; `sections` say where they lie, by default one after the other. What
+    no block of the rank fills (the rounding of sections, the padding of device-wise ones) is zero until a
+    collective writes there.
+    """
+
+    def __init__(
+        self,
+        *,
+        handles: Sequence[HeldParameter],
+        blocks: Sequence[GradientBlock],
+        sections: Sequence[Section] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if sections is None:
+            sections = [Section(block.index, block.holders, (block,), block.numel) for block in blocks]
+        starts = _starts([section.numel for section in sections])
+        self._sections = {s.index: (s, start) for s, start in zip(sections, starts, strict=True)}
+        self._offsets = {
+            block.index: begin + start
+            for section, begin in self._sections.values()
+            for block, start in section.places()
+        }
+        self._held = frozenset(block.index for block in blocks)
+        flat = torch.zeros(
+            sum(section.numel for section in sections), dtype=dtype, device=handles[0].local.device
+        )
+        super().__init__(handles=handles, flat=flat, places=_places(blocks, self._offsets))
+        held, filled = sum(piece.gradient.numel() for piece in self._pieces), sum(b.numel for b in blocks)
+        assert held == filled, f"blocks hold {filled} elements, parameters {held}"
+
+    def block_view(self, block: GradientBlock) -> torch.Tensor:
+        """A block's part of the buffer: flat and contiguous."""
+        return self.flat.narrow(0, self._offsets[block.index], block.numel)
+
+    def call_view(self, call: GradientCall) -> torch.Tensor:
+        """What a collective sums: flat and contiguous."""
+        return self.flat.narrow(0, self._sections[call.section][1] + call.start, call.numel)
+
+    def section_view(self, section: Section) -> torch.Tensor:
+        """A section's part of the buffer, its rounding included."""
+        return self.flat.narrow(0, self._sections[section.index][1], section.numel)
+
+    def call_data(self, call: GradientCall, rank: int) -> CallData:
+        """What a call of the rank takes."""
+        data = self.call_view(call)
+        section, _ = self._sections[call.section]
+        weighted, parameters = [], set[str]()
+        for block, start in section.places():
+            if block.index not in self._held:
+                continue
+            first, last = max(call.start, start), min(call.stop, start + block.numel)
+            if first < last and (weight := block.weight(rank)) != 1.0:
+                weighted.append((data[first - call.start : last - call.start], weight))
+            for atom in block.atoms:
+                if start < call.stop and start + atom.numel > call.start:
+                    parameters.add(atom.parameter)
+                start += atom.numel
+        return CallData(call, data, weighted, frozenset(parameters))
 
 
 def _takes(handle: HeldParameter, views: Sequence[torch.Tensor]) -> bool:
@@ -221,9 +279,6 @@ def _local_gradient(gradient: torch.Tensor) -> torch.Tensor:
         assert not any(placement.is_partial() for placement in gradient.placements), gradient.placements
         return gradient.to_local()
     return gradient
-
-
-Place = tuple[tuple[int, int] | None, int]
 
 
 def _places(blocks: Sequence[GradientBlock], offsets: dict[int, int]) -> dict[str, list[Place]]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.engine.gradient_buffer import GradientBuffer
+from actors.engine.gradient_buffer import GradientBuffer, SyncedGradients
 from actors.engine.gradient_transport import CallTransport, Span, Work
-from actors.engine.shard_transport import Shard
-from planner.gradient_calls import GradientCall, GradientLayout, Section
+from planner.gradient_calls import GradientCall, GradientLayout
 
 # A norm taken in fp32 over 20 million elements at once is wrong by 2e-3 on a CPU; in pieces of this many
 # elements it is right to 1e-6.
@@ -40,31 +39,28 @@ class GradientSync:
         layout: the plan's; the rank's calls are launched in its order.
         before_launch: told the region with which backward completes each call, before it is launched during
             backward; an emulated device paces itself there.
-        shards: under ZeRO, what the transport leaves on this rank.
+        own: under ZeRO, what of the sums this rank answers for.
     """
 
     def __init__(
         self,
         *,
-        buffer: GradientBuffer,
+        buffer: SyncedGradients,
         layout: GradientLayout,
         rank: int,
         transport: CallTransport,
         before_launch: Callable[[int], None] | None = None,
-        shards: Sequence[Shard] | None = None,
+        own: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._buffer = buffer
         self._transport = transport
         self._before_launch = before_launch
-        sections = {section.index: section for section in layout.sections_of(rank)}
-        if shards is None:
-            blocks = [block for section in sections.values() for block in section.blocks]
-            self._own = [buffer.block_view(block) for block in blocks if block.holders[0] == rank]
-        else:
-            self._own = [buffer.section_view(sections[s.section])[s.start : s.stop] for s in shards]
-        self._launches = [
-            _Launch.of(call, sections[call.section], buffer, rank) for call in layout.calls_of(rank)
-        ]
+        if own is None:
+            assert isinstance(buffer, GradientBuffer), "only whole sums are answered for by block"
+            blocks = [block for section in layout.sections_of(rank) for block in section.blocks]
+            own = [buffer.block_view(block) for block in blocks if block.holders[0] == rank]
+        self._own = own
+        self._launches = [buffer.call_data(call, rank) for call in layout.calls_of(rank)]
         self._users: dict[str, list[int]] = {}
         for index, launch in enumerate(self._launches):
             for name in launch.parameters:
@@ -130,29 +126,3 @@ class GradientSync:
         launched = time.monotonic()
         work = self._transport.reduce(launch.call, launch.data)
         self._running.append((launch.call, launched, work))
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """A call as one rank sees it: its data, what of it the rank scales first, whose gradients it takes."""
-
-    call: GradientCall
-    data: torch.Tensor
-    weighted: list[tuple[torch.Tensor, float]]
-    parameters: frozenset[str]
-
-    @classmethod
-    def of(cls, call: GradientCall, section: Section, buffer: GradientBuffer, rank: int) -> _Launch:
-        data = buffer.call_view(call)
-        weighted, parameters = [], set[str]()
-        for block, start in section.places():
-            if rank not in block.holders:
-                continue
-            first, last = max(call.start, start), min(call.stop, start + block.numel)
-            if first < last and (weight := block.weight(rank)) != 1.0:
-                weighted.append((data[first - call.start : last - call.start], weight))
-            for atom in block.atoms:
-                if start < call.stop and start + atom.numel > call.start:
-                    parameters.add(atom.parameter)
-                start += atom.numel
-        return cls(call, data, weighted, frozenset(parameters))

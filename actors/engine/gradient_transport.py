@@ -24,6 +24,9 @@ from planner.plan import Plan
 SEGMENT = 1 << 22
 """Elements that calls of several steps move at a time, so that their scratch stays small: 16 MB in fp32."""
 
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions in which gradients can travel."""
+
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups of more than one rank, by their ranks in ascending order."""
 
@@ -83,7 +86,7 @@ def make_transport(
     device: torch.device,
 ) -> CallTransport:
     """The transport of a rank's calls: each is reduced as the planner chose for its links and its size."""
-    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtypes.wire]
+    wire = WIRES[plan.dtypes.wire]
     reductions = {call.index: call_reduction(plan, call) for call in calls}
     stepped = [call for call in calls if wire != torch.float32 or reductions[call.index].algorithm != "flat"]
     if not stepped:
@@ -123,15 +126,24 @@ class Steps:
     With a narrower `wire` precision every contribution is rounded once, summed in fp32 and rounded once more:
     two roundings whatever the number of members, where a ring that adds in the wire's precision has one a
     member. `largest` is the most elements that `all_reduce` is given: the scratch for it exists from the
-    start. What is only scattered and gathered takes its scratch, a shard at most, when it is under way.
+    start. What is only scattered and gathered takes its scratch, a shard at most, when it is under way; over gloo,
+    no more than `segment` elements of it at a time.
     """
 
     def __init__(
-        self, groups: Groups, *, rank: int, wire: torch.dtype, device: torch.device, largest: int = 0
+        self,
+        groups: Groups,
+        *,
+        rank: int,
+        wire: torch.dtype,
+        device: torch.device,
+        largest: int = 0,
+        segment: int = SEGMENT,
     ) -> None:
         self._groups = groups
         self._rank = rank
         self._wire = wire
+        self._segment = segment
         self.device = device
         # The members' shares are rounded up, by less than an element each.
         room = largest + max((len(ranks) for ranks in groups), default=0) if largest else 0
@@ -175,8 +187,8 @@ class Steps:
             dist.reduce_scatter_single(shard, data, group=group)
             return shard
         rows = data.view(len(ranks), -1)
-        for first in range(0, rows.shape[1], SEGMENT):
-            self._sum_own_row(ranks, rows[:, first : first + SEGMENT])
+        for first in range(0, rows.shape[1], self._segment):
+            self._sum_own_row(ranks, rows[:, first : first + self._segment])
         return shard
 
     def _sum_own_row(self, ranks: tuple[int, ...], rows: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,13 +57,17 @@ class PieceState:
 
 
 def make_optimizer(
-    groups: list[dict[str, Any]], settings: OptimizerSettings, *, fused: bool = False
+    groups: list[dict[str, Any]],
+    settings: OptimizerSettings,
+    *,
+    form: Literal["foreach", "fused", "single"] = "foreach",
 ) -> torch.optim.Optimizer:
     """AdamW or SGD over groups of flat or strided fp32 tensors, with its state made at once.
 
-    `fused` saves temporaries and needs contiguous tensors.
+    Form `foreach` makes a temporary of every tensor at once, `single` of one after the other, and `fused` none;
+    that needs contiguous tensors, and rounds a tensor's last few elements otherwise than the rest.
     """
-    how: dict[str, Any] = {"lr": 0.0, "fused": True} if fused else {"lr": 0.0, "foreach": True}
+    how: dict[str, Any] = {"lr": 0.0, "foreach": form == "foreach", "fused": form == "fused"}
     made: torch.optim.Optimizer
     names: tuple[str, ...]
     if settings.name == "adamw":

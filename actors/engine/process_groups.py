@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from actors.engine.support import device_backend
 from planner.gradient_calls import reduction_groups
 from planner.plan import Plan, RankPlace
+from planner.replica_shards import replicas_of, shards_by_replica
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ def reduction_group_name(ranks: Sequence[int]) -> str:
     return "reduction " + ",".join(map(str, ranks))
 
 
+def replica_group_name(ranks: Sequence[int]) -> str:
+    """Name of the group of a stage's replicas that share gradients or optimizer state.
+
+    Not the group that calls of the same ranks use: those may be under way, on a thread of their own, while
+    backward scatters.
+    """
+    return "replicas " + ",".join(map(str, ranks))
+
+
 def group_specs(plan: Plan) -> tuple[GroupSpec, ...]:
     """Every group of more than one rank, in the order in which they are made. Pure: depends on the plan."""
     specs: dict[str, tuple[int, ...]] = {}
@@ -58,6 +68,10 @@ def group_specs(plan: Plan) -> tuple[GroupSpec, ...]:
         specs[name] = tuple(ranks)
     for group in reduction_groups(plan):
         specs[reduction_group_name(group)] = group
+    if shards_by_replica(plan):
+        for place in plan.ranks:
+            replicas = replicas_of(plan, place.rank)
+            specs[replica_group_name(replicas)] = replicas
     return tuple(GroupSpec(name, ranks) for name, ranks in specs.items() if len(ranks) > 1)
 
 
@@ -135,6 +149,14 @@ class ProcessGroups:
             spec.ranks: group
             for spec, group in self._groups.items()
             if spec.name == reduction_group_name(spec.ranks)
+        }
+
+    def replicas(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The group of those that hold what this rank holds in its stage, by its ranks, if ZeRO needs it."""
+        return {
+            spec.ranks: group
+            for spec, group in self._groups.items()
+            if spec.name == replica_group_name(spec.ranks)
         }
 
     def abort(self) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from actors.engine.gradient_transport import Groups, Steps, Work, make_courier
+from actors.engine.gradient_transport import WIRES, Groups, Steps, Work, make_courier
 from planner.gradient_calls import GradientCall, GradientLayout, call_reduction
 from planner.plan import Plan
 
@@ -123,12 +123,11 @@ def make_shard_transport(
     device: torch.device,
 ) -> GroupShards:
     """The transport of a rank's sharded calls; gradients travel in the plan's `wire` precision."""
-    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtypes.wire]
 
     def steps(dtype: torch.dtype) -> Steps:
         return Steps(groups, rank=rank, wire=dtype, device=device)
 
-    return GroupShards(plan, rank=rank, sums=steps(wire), values=steps(parameter_dtype))
+    return GroupShards(plan, rank=rank, sums=steps(WIRES[plan.dtypes.wire]), values=steps(parameter_dtype))
 
 
 def gather_all(

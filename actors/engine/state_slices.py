@@ -82,7 +82,7 @@ def piece_slices(plan: Plan, states: Iterable[PieceState], owned: frozenset[str]
             yield StateSlice(_key(name, state.name), shape, tuple(offsets), tensor, owned=state.name in owned)
 
 
-def shard_slices(plan: Plan, states: Iterable[ShardState], *, owned: bool) -> Iterator[StateSlice]:
+def shard_slices(plan: Plan, states: Iterable[ShardState]) -> Iterator[StateSlice]:
     """Optimizer state of flat shards (ZeRO): each is cut into the few rectangles that it is made of."""
     specs = {parameter.name: parameter for parameter in model_parameters(plan.model)}
     for state in states:
@@ -94,7 +94,7 @@ def shard_slices(plan: Plan, states: Iterable[ShardState], *, owned: bool) -> It
             place = tuple(a + b for a, b in zip(origin, offsets, strict=True))
             for name, tensor in state.tensors.items():
                 part = tensor.narrow(0, first, count).view(sizes)
-                yield StateSlice(_key(name, state.name), spec.shape, place, part, owned=owned)
+                yield StateSlice(_key(name, state.name), spec.shape, place, part, owned=state.owned)
             first += count
 
 

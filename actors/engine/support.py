@@ -41,10 +41,6 @@ def _problems(plan: Plan) -> Iterator[str]:
 def _zero_problems(plan: Plan) -> Iterator[str]:
     if plan.zero_stage == 0:
         return
-    if plan.zero_stage > 1:
-        yield f"zero_stage = {plan.zero_stage} is not supported by the runtime; set it to 1 or 0"
-    if plan.zero_scope != "all":
-        yield f"zero_scope = {plan.zero_scope!r} is not supported by the runtime; set it to 'all'"
     if plan.gradient_sync != "block":
         yield (
             f"gradient_sync = {plan.gradient_sync!r} cannot shard optimizer state (zero_stage ="

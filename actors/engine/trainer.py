@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,24 +18,19 @@ from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.data import Samples
 from actors.engine.device import Device, make_device
 from actors.engine.exchange import Exchange
-from actors.engine.gradient_buffer import GradientBuffer
-from actors.engine.gradient_sync import CallTime, GradientSync
-from actors.engine.gradient_transport import CallTransport
+from actors.engine.gradient_buffer import ParameterGradients, Piece
+from actors.engine.gradient_sync import CallTime
 from actors.engine.loss_scale import LossScale
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
-from actors.engine.optimizer import Optimizer
 from actors.engine.process_groups import ProcessGroups
-from actors.engine.shard_transport import shards_of
-from actors.engine.sharded_optimizer import ShardedOptimizer
 from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
 from actors.engine.tokens import TokenFile
 from actors.engine.training_state import TrainingState
-from actors.engine.transports import gradient_transport, message_transports, shard_transport
+from actors.engine.transports import message_transports
+from actors.engine.update import UpdateMaker
 from actors.engine.weights import initial_parameter, save_weights, shard
 from actors.job import Training
-from planner.gradient_blocks import gradient_blocks, rank_blocks
-from planner.gradient_calls import GradientLayout, gradient_layout
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
 
@@ -134,13 +130,15 @@ class Trainer:
         try:
             self._model, self._handles = _build_model(config, self._place, self._device, self._groups)
             with self._device.measuring():
-                layout = gradient_layout(self._plan)
-                self._buffer = GradientBuffer(
+                self._update = UpdateMaker(
+                    plan=self._plan,
+                    rank=rank,
+                    training=config.training,
                     handles=self._handles,
-                    blocks=rank_blocks(gradient_blocks(self._plan), rank),
-                    sections=layout.sections_of(rank),
-                )
-                self._sync, self._optimizer = self._make_update(layout)
+                    groups=self._groups,
+                    device=self._device,
+                    dtype=DTYPES[self._plan.dtypes.param],
+                ).make()
             tokens = TokenFile(config.tokens)
             self._batches = _batches(config, tokens, self._place, self._device)
             self._runner = self._make_runner()
@@ -150,7 +148,7 @@ class Trainer:
                 training=config.training,
                 tokens=tokens,
                 handles=self._handles,
-                optimizer=self._optimizer,
+                optimizer=self._update.optimizer,
                 loss_scale=self._loss_scale,
                 group=self._groups.checkpoints(),
                 keep=config.keep_checkpoints,
@@ -166,16 +164,16 @@ class Trainer:
         return self._place
 
     @property
-    def buffer(self) -> GradientBuffer:
-        """The rank's gradients: after `compute_gradients`, those of the global batch, not clipped."""
-        return self._buffer
+    def buffer(self) -> ParameterGradients:
+        """Where the rank's gradients are."""
+        return self._update.buffer
 
-    def gather_gradients(self, gradients: Gradients) -> None:
-        """Make the buffer what a single process's would be after `compute_gradients`, to look at it: not scaled,
-        and under ZeRO whole, in the parameters' precision. A collective; `apply_gradients` must not follow."""
-        self._buffer.flat.div_(gradients.loss_scale)
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.gather_buffer()
+    def show_gradients(self, gradients: Gradients, take: Callable[[Sequence[Piece]], None]) -> None:
+        """Hand over, after `compute_gradients`, what a single process's gradients would be: not clipped, not scaled,
+        and under ZeRO whole, in the parameters' precision. Each piece of the rank comes once, its view valid until
+        the next come. A collective; `apply_gradients` must not follow."""
+        self._update.buffer.flat.div_(gradients.loss_scale)
+        self._update.show_gradients(take)
 
     @property
     def handles(self) -> list[ParameterHandle]:
@@ -191,7 +189,7 @@ class Trainer:
                 self.save_checkpoint(checkpoint, iteration=iteration, loss=report.loss)
             return replace(report, saved=self._state.poll())
         except BaseException:
-            self._sync.close()
+            self._update.sync.close()
             self._groups.abort()
             raise
 
@@ -227,7 +225,7 @@ class Trainer:
 
     def compute_gradients(self, iteration: int) -> Gradients:
         """Forward, backward and synchronisation: the buffer then holds the global batch's gradients."""
-        self._buffer.zero()
+        self._update.buffer.zero()
         # Every token of the global batch counts: the text has no unlabelled ones.
         tokens = self._plan.global_batch_size * self._plan.sequence_length
         self._runner.loss_scale = self._loss_scale.value / tokens
@@ -237,8 +235,8 @@ class Trainer:
         )
         self._device.synchronize()
         compute_end = time.monotonic()
-        self._sync.start()
-        self._sync.finish()
+        self._update.sync.start()
+        self._update.sync.finish()
         self._device.synchronize()
         sync_end = time.monotonic()
         scale = self._loss_scale.value
@@ -246,20 +244,22 @@ class Trainer:
             self._plan,
             self._place,
             losses=result.losses,
-            square_sum=self._sync.square_sum(),
+            square_sum=self._update.sync.square_sum(),
             loss_scale=scale,
         )
-        return Gradients(agreed, scale, compute_end, sync_end, tuple(result.times), tuple(self._sync.times))
+        return Gradients(
+            agreed, scale, compute_end, sync_end, tuple(result.times), tuple(self._update.sync.times)
+        )
 
     def apply_gradients(self, iteration: int, gradients: Gradients) -> None:
         """Clip and update the parameters."""
         with self._device.step("optimizer"):
-            self._optimizer.step(
+            self._update.optimizer.step(
                 gradient_norm=gradients.agreed.norm,
                 learning_rate=self._learning_rate(iteration),
                 loss_scale=gradients.loss_scale,
             )
-        self._optimizer.gather()
+        self._update.optimizer.gather()
         self._device.synchronize()
 
     def _learning_rate(self, iteration: int) -> float:
@@ -293,49 +293,11 @@ class Trainer:
     def close(self) -> None:
         """Leave the process groups. Peers that still wait for this rank get an error."""
         self._state.finish()
-        self._sync.close()
-        self._buffer.close()
+        self._update.sync.close()
+        self._update.buffer.close()
         self._groups.close()
         if self._config.deterministic:
             use_deterministic_algorithms(False)
-
-    def _make_update(self, layout: GradientLayout) -> tuple[GradientSync, Optimizer | ShardedOptimizer]:
-        """What sums gradients, and what updates parameters from them: all of the rank's, or its shards."""
-        plan, rank, training = self._plan, self._place.rank, self._config.training
-        calls, sections, groups = layout.calls_of(rank), layout.sections_of(rank), self._groups.reductions()
-        optimizer: Optimizer | ShardedOptimizer
-        transport: CallTransport
-        shards = None
-        if plan.zero_stage:
-            shards = shards_of(plan, layout, rank)
-            sharding = shard_transport(
-                plan, rank, groups, parameter_dtype=DTYPES[plan.dtypes.param], device=self._device
-            )
-            transport = sharding
-            optimizer = ShardedOptimizer(
-                buffer=self._buffer,
-                sections=sections,
-                shards=shards,
-                calls=calls,
-                transport=sharding,
-                decays={handle.spec.name: handle.spec.decays for handle in self._handles},
-                settings=training.optimizer,
-                gradient_clip=training.gradient_clip,
-            )
-        else:
-            transport = gradient_transport(plan, rank, calls, groups, self._device)
-            optimizer = Optimizer(
-                buffer=self._buffer, settings=training.optimizer, gradient_clip=training.gradient_clip
-            )
-        sync = GradientSync(
-            buffer=self._buffer,
-            layout=layout,
-            rank=rank,
-            transport=transport,
-            before_launch=self._device.passed,
-            shards=shards,
-        )
-        return sync, optimizer
 
     def _make_runner(self) -> StageRunner:
         plan, place = self._plan, self._place
@@ -354,7 +316,7 @@ class Trainer:
             stages=len(pipeline.stages),
             stage=place.stage,
             micro_batches=pipeline.micro_batches,
-            before_last_backward=self._sync.arm if plan.overlap else None,
+            before_last_backward=self._update.sync.arm if plan.overlap else None,
         )
 
 

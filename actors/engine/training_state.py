@@ -98,6 +98,5 @@ class TrainingState:
         owned = owned_parameters(self._plan, self._rank)
         slices = list(parameter_slices(self._handles, owned))
         if isinstance(self._optimizer, ShardedOptimizer):
-            # Each element's state has one owner in the world.
-            return slices + list(shard_slices(self._plan, self._optimizer.states(), owned=True))
+            return slices + list(shard_slices(self._plan, self._optimizer.states()))
         return slices + list(piece_slices(self._plan, self._optimizer.states(), owned))

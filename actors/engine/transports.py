@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from actors.engine.device import Device
-from actors.engine.emulate import PacedCalls, PacedMessages, PacedShards
+from actors.engine.emulate import PacedCalls, PacedMessages, PacedParts, PacedShards
 from actors.engine.exchange import GroupTransport as GroupMessages
 from actors.engine.exchange import MessageKind, MessageTransport
-from actors.engine.gradient_transport import CallTransport, Groups, make_transport
+from actors.engine.gradient_transport import WIRES, CallTransport, Groups, Steps, make_transport
 from actors.engine.process_groups import ProcessGroups
+from actors.engine.replica_buffer import HeldPart
+from actors.engine.replica_shards import PartTransport, ReplicaShards
 from actors.engine.shard_transport import ShardTransport, make_shard_transport
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace
@@ -52,3 +54,44 @@ def shard_transport(
         device=device.torch_device,
     )
     return PacedShards(transport, groups=groups, plan=plan) if plan.cluster.emulated else transport
+
+
+# Backward goes on with activations in memory, so its scratch is small: 256 kB in fp32.
+_SCATTER_SEGMENT = 1 << 16
+
+
+def scatter_steps(plan: Plan, rank: int, inside: Groups, device: Device) -> Steps:
+    """What gradients are scattered with over the replicas of the rank's stage."""
+    return Steps(
+        inside,
+        rank=rank,
+        wire=WIRES[plan.dtypes.wire],
+        device=device.torch_device,
+        segment=_SCATTER_SEGMENT,
+    )
+
+
+def part_transport(
+    plan: Plan,
+    rank: int,
+    groups: Groups,
+    *,
+    replicas: tuple[int, ...],
+    inside: Groups,
+    parts: Mapping[int, Sequence[HeldPart]],
+    parameter_dtype: torch.dtype,
+    device: Device,
+) -> PartTransport:
+    """Gradients summed to shards of the replicas' pieces (`parts`, by call), and parameters gathered from them."""
+    transport = ReplicaShards(
+        plan,
+        groups,
+        rank=rank,
+        replicas=replicas,
+        parts=parts,
+        inside=scatter_steps(plan, rank, inside, device) if plan.zero_stage == 1 else None,
+        gather_inside=Steps(inside, rank=rank, wire=parameter_dtype, device=device.torch_device),
+        sums=WIRES[plan.dtypes.wire],
+        values=parameter_dtype,
+    )
+    return PacedParts(transport, groups=groups, plan=plan) if plan.cluster.emulated else transport

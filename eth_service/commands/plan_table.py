@@ -1,4 +1,4 @@
-"""A plan on the terminal: the table in the manner of the paper's Table 3, and the lines below it."""
+"""A plan on the terminal: its table (actors/plan_table.py), and the lines below it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _MOST_NAMED = 8
 
 def show_plan(plan: Plan) -> None:
     """Print a priced plan."""
-    from eth_service.commands.common import console
+    from actors.plan_table import plan_table
+    from eth_service.commands.common import console, title
     from planner.describe import coarse_words, describe, gap_words, search_words
 
     shown = describe(plan)
     out = console()
-    out.print(_table(plan, shown))
+    out.print(plan_table(plan, shown=shown, title=title(plan)))
     for line in _lines(plan, shown):
         out.print(line, soft_wrap=True)
     for words in (gap_words(plan), coarse_words(plan), search_words(plan)):
@@ -27,45 +28,14 @@ def show_plan(plan: Plan) -> None:
             out.print(words, soft_wrap=True)
 
 
-def _table(plan: Plan, shown: Description) -> object:
-    from rich.table import Table
-
-    from eth_service.commands.common import title
-    from planner.units import format_bytes, format_seconds
-
-    table = Table(title=title(plan), title_justify="left", pad_edge=False)
-    for column in ("Pipeline", "Stage", "Devices", "TP/DP", "Rows"):
-        table.add_column(column, no_wrap=column != "Pipeline")
-    for column in ("#L", "Recompute", "Forward", "Backward", "Memory / limit"):
-        table.add_column(column, justify="right", no_wrap=column != "Recompute")
-    for pipeline in shown.pipelines:
-        table.add_section()
-        words = f"{pipeline.name}\nMbs={pipeline.micro_batch_size} Lbs={pipeline.local_batch_size}"
-        for stage in pipeline.stages:
-            table.add_row(
-                words,
-                stage.stages,
-                stage.devices,
-                stage.tp_dp,
-                stage.rows,
-                stage.layers,
-                stage.recompute,
-                format_seconds(stage.forward_seconds),
-                format_seconds(stage.backward_seconds),
-                f"{format_bytes(stage.memory_bytes)} / {format_bytes(stage.memory_limit_bytes)}",
-            )
-            words = ""
-    return table
-
-
 def _lines(plan: Plan, shown: Description) -> list[str]:
     """What the table does not say: ZeRO, times of pipelines and iteration, balance, cost, idle devices."""
-    from planner.describe import recompute_legend, zero_words
+    from actors.plan_table import saver_lines
     from planner.units import format_seconds
 
     predicted = plan.predicted
     assert predicted is not None
-    lines = [words for words in (recompute_legend(plan), zero_words(plan)) if words]
+    lines = saver_lines(plan)
     lines += [
         f"{pipeline.name}: {pipeline.samples} samples{' each' if len(pipeline.ids) > 1 else ''},"
         f" {pipeline.samples_per_second:.3g} samples/s, work ends at {format_seconds(pipeline.end_seconds)}"

@@ -91,6 +91,20 @@ def test_what_the_job_states_of_synchronisation_must_agree_with_its_plan(tmp_pat
             parsed(tmp_path, runtime=agreeing | {field: other}, **common)
 
 
+def test_zero_stages_leave_a_way(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"zero_stages = \[1\]: runtime.gradient_sync = 'tensor' shares nothing"
+    ):
+        parsed(tmp_path, zero_stages=[1], runtime={"gradient_sync": "tensor"})
+    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8], zero_stage=1)
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    model = json.loads(plan.model.model_dump_json())
+    same = training(sequence_length=32, precision="bf16")
+    assert parsed(tmp_path, plan="plan.json", model=model, zero_stages=[1], **same).plan == plan
+    with pytest.raises(UserError, match=r"zero_stages = \[0, 2\] leaves out the plan's zero_stage = 1"):
+        parsed(tmp_path, plan="plan.json", model=model, zero_stages=[0, 2], **same)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -109,6 +109,18 @@ def test_the_end_says_what_was_measured_and_where_it_lies(tmp_path: Path) -> Non
     assert f"run folder: {tmp_path}" in text.splitlines()[-1]
 
 
+def test_a_run_s_plan_shows_what_it_recomputes_and_shards(tmp_path: Path) -> None:
+    data = emulated_plan().model_dump()
+    data["pipelines"][0]["stages"][0]["recompute"] = {"softmax": 2, "attention_dropout": 1}
+    plan = with_prediction(Plan.model_validate(data | {"zero_stage": 2, "predicted": None}))
+    screen = StringIO()
+    Console(Terminal(file=screen, width=300)).planned(plan, folder=tmp_path, steps=3)
+    text = screen.getvalue()
+    assert "Recompute" in text and "2 AS, 1 AD" in text
+    assert "Recomputed in backward: AS softmax, AD attention dropout." in text
+    assert "ZeRO 2: optimizer state and gradients inside a stage sharded" in text
+
+
 def test_a_run_that_never_iterated_has_an_end_too(tmp_path: Path) -> None:
     summary = summarize(
         [],

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from actors.job import Job, read_job
-from actors.planning import make_plan, plan_request, prepare
+from actors.planning import least_sharded, make_plan, plan_request, prepare
 from planner.errors import UserError
+from planner.plan import Plan
 from planner.units import parse_bandwidth
 from tests.e2e.runs import write_job
+from tests.plans import make_model
+from tests.plans import make_plan as plan_of_stages
 
 FAST = {"bandwidth": "100 Tbps", "latency": 0.0}
 
@@ -46,8 +49,25 @@ def test_the_job_says_how_gradients_travel_where_its_plan_does_not(tmp_path: Pat
         job_with(tmp_path, plan="auto", cluster="1x2:910B2", runtime={"wire_dtype": "bf16"})
     )
     assert (request.dtypes.param, request.dtypes.wire) == (job.training.precision, "bf16")
-    # What the runtime can execute.
-    assert (request.recompute, request.zero_stages) == (True, (0,))
+    assert (request.recompute, request.zero_stages) == (True, (0, 1, 2))
+    by_tensor = job_with(tmp_path, plan="auto", cluster="1x2:910B2", runtime={"gradient_sync": "tensor"})
+    assert plan_request(by_tensor).zero_stages == (0,)
+    one = job_with(tmp_path, plan="auto", cluster="1x2:910B2", zero_stages=[1])
+    assert plan_request(one).zero_stages == (1,)
+
+
+def test_a_plan_shards_nothing_that_is_not_worth_it() -> None:
+    """One device has nobody to share with; without replicas ZeRO-2 is ZeRO-1; beside another pipeline ZeRO-1 saves
+    half of the update."""
+    alone = plan_of_stages(make_model(), [[(1, 1, 4)]], zero_stage=2)
+    assert least_sharded(alone, (0, 1, 2)).zero_stage == 0
+    assert least_sharded(alone, (1, 2)).zero_stage == 1
+    pair = plan_of_stages(make_model(), [[(1, 1, 4)], [(1, 1, 4)]], zero_stage=2)
+    assert least_sharded(pair, (1, 2)).zero_stage == 1
+    fast_links = {"bandwidth": "100 Tbps", "latency": 0}
+    cluster = pair.cluster.model_dump() | {"links": {"intra_node": fast_links, "inter_node": fast_links}}
+    pair = Plan.model_validate(pair.model_dump() | {"cluster": cluster})
+    assert least_sharded(pair, (0, 1, 2)).zero_stage == 1
 
 
 def test_the_job_s_emulation_comes_before_the_plan_s(tmp_path: Path) -> None:

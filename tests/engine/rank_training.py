@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.engine.gradient_buffer import Piece
 from actors.engine.tokens import prepare_tokens
 from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
 from actors.job import LearningRate, Optimizer, Training
@@ -57,11 +58,9 @@ def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
     for iteration in range(1, config.training.steps + 1):
         if iteration == 1:
             # Before the first update: the gradient as synchronised, not clipped.
-            trainer.gather_gradients(trainer.compute_gradients(1))
-            gradients = [
-                Part(piece.name, piece.tp_range, piece.logical(piece.gradient).clone())
-                for piece in trainer.buffer.pieces()
-            ]
+            trainer.show_gradients(
+                trainer.compute_gradients(1), lambda pieces: gradients.extend(map(_gradient, pieces))
+            )
         reports.append(trainer.run_iteration(iteration))
     parameters = held_parameters(trainer)
     trainer.close()
@@ -74,6 +73,10 @@ def held_parameters(trainer: Trainer) -> list[Part]:
         Part(piece.name, piece.tp_range, piece.logical(piece.parameter).clone())
         for piece in trainer.buffer.pieces()
     ]
+
+
+def _gradient(piece: Piece) -> Part:
+    return Part(piece.name, piece.tp_range, piece.logical(piece.gradient).clone())
 
 
 def train_plan(pool: RankPool, plan: Plan, training: Training, tokens: Path) -> Trained:

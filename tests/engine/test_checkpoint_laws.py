@@ -147,8 +147,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-def with_zero(plan: Plan, stage: int) -> Plan:
-    return Plan.model_validate(plan.model_dump() | {"zero_stage": stage, "gradient_sync": "block"})
+def with_zero(plan: Plan, stage: int, scope: str = "all") -> Plan:
+    fields = {"zero_stage": stage, "zero_scope": scope, "gradient_sync": "block"}
+    return Plan.model_validate(plan.model_dump() | fields)
 
 
 UNLIKE = plan_of([(2, 1, 1), (1, 1, 3)], [(1, 2, 4)], samples=[3, 5])
@@ -167,6 +168,8 @@ PAIRS: dict[str, tuple[Plan, Plan]] = {
     "whole state to shards": (THIRDS, with_zero(UNLIKE, 1)),
     "shards to whole state": (with_zero(UNLIKE, 1), STAGES),
     "shards to other shards": (with_zero(STAGES, 1), with_zero(UNLIKE, 1)),
+    "shards to shared gradients": (with_zero(STAGES, 1), with_zero(UNLIKE, 2)),
+    "shards by pipeline to whole state": (with_zero(UNLIKE, 1, "pipeline"), THIRDS),
     "llama": (LLAMA[0], LLAMA[1]),
     "llama, shards": (with_zero(LLAMA[1], 1), LLAMA[0]),
 }
@@ -198,7 +201,7 @@ def test_momentum_is_kept(rank_pool: RankPool, tokens: Path, tmp_path: Path) -> 
         ("bf16", 1),
         *(
             pytest.param(precision, stage, marks=pytest.mark.slow)
-            for precision, stage in (("fp32", 1), ("bf16", 0), ("fp16", 0), ("fp16", 1))
+            for precision, stage in (("fp32", 1), ("bf16", 0), ("bf16", 2), ("fp16", 0), ("fp16", 1))
         ),
     ],
 )
@@ -250,8 +253,9 @@ def whole_state(path: Path, plan: Plan) -> Tensors:
         (THIRDS, with_zero(UNLIKE, 1)),
         (STAGES, UNLIKE),
         (with_zero(LLAMA[0], 1), LLAMA[1]),
+        (with_zero(UNLIKE, 2, "pipeline"), with_zero(UNLIKE, 2)),
     ],
-    ids=["shards to whole", "whole to shards", "other stages", "llama"],
+    ids=["shards to whole", "whole to shards", "other stages", "llama", "shared gradients"],
 )
 def test_no_bit_is_lost_from_plan_to_plan(
     rank_pool: RankPool, tokens: Path, tmp_path: Path, one: Plan, other: Plan, precision: str
@@ -280,7 +284,7 @@ def test_any_plan_goes_on_with_any_other(
 ) -> None:
     one = data.draw(drawn_plans())
     other = data.draw(drawn_plans(like=one))
-    one, other = (with_zero(plan, data.draw(st.sampled_from([0, 1]))) for plan in (one, other))
+    one, other = (with_zero(plan, data.draw(st.sampled_from([0, 1, 2]))) for plan in (one, other))
     assert_as_unbroken(rank_pool, one, other, tokens, tmp_path_factory.mktemp("pair"))
 
 

@@ -35,6 +35,9 @@ SHAPES: dict[str, tuple[list[list[Degrees]], list[int], list[int]]] = {
     "degrees that do not divide": ([[(3, 1, 2)], [(2, 1, 2)]], [1, 1], [3, 2]),
     "fewer micro-batches than stages": ([[(1, 1, 1), (1, 1, 1)], [(1, 2, 2)]], [1, 2], [1, 2]),
     "surplus samples": ([[(1, 2, 1), (1, 1, 1)], [(1, 1, 2)]], [4, 3], [5, 4]),
+    "unlike replicas": ([[(1, 2, 1), (1, 1, 1)], [(1, 3, 2)]], [2, 3], [3, 4]),
+    "replicas of cut layers": ([[(2, 2, 2)], [(1, 2, 2)]], [2, 2], [6, 3]),
+    "one cut by six": ([[(6, 1, 2)]], [1], [2]),
 }
 
 FACTORS: dict[str, list[Any]] = {
@@ -45,14 +48,14 @@ FACTORS: dict[str, list[Any]] = {
     "gradient_sync": ["block", "tensor", "device"],
     "tied": [True, False],
     "dropout": [0.0, 0.15],
-    "zero_stage": [0, 1],
+    "zero": ["whole state", "ZeRO-1", "ZeRO-1 by pipeline", "ZeRO-2", "ZeRO-2 by pipeline"],
     "overlap": [False, True],
     "clip": [None, CLIP],
 }
 
 
 def _allowed(row: Row) -> bool:
-    return row["zero_stage"] == 0 or row["gradient_sync"] == "block"
+    return row["zero"] == "whole state" or row["gradient_sync"] == "block"
 
 
 ROWS = covering_rows(FACTORS, _allowed)
@@ -71,7 +74,7 @@ def _model(row: Row) -> ModelSpec:
 
 
 def _plan(row: Row) -> Plan:
-    model = _model(row)
+    model, zero = _model(row), str(row["zero"])
     pipelines, sizes, samples = SHAPES[str(row["shape"])]
     plan = plan_of(
         *pipelines,
@@ -79,7 +82,8 @@ def _plan(row: Row) -> Plan:
         micro_batch_sizes=sizes,
         samples=samples,
         dtypes={"param": row["precision"]},
-        zero_stage=row["zero_stage"],
+        zero_stage=int(zero[5]) if zero.startswith("ZeRO") else 0,
+        zero_scope="pipeline" if zero.endswith("by pipeline") else "all",
         gradient_sync=row["gradient_sync"],
         overlap=row["overlap"],
     )
@@ -103,12 +107,13 @@ def test_every_two_choices_meet() -> None:
     for (first, ones), (second, others) in combinations(FACTORS.items(), 2):
         for one in ones:
             for other in others:
-                forbidden = {first: one, second: other} in (
-                    {"gradient_sync": "tensor", "zero_stage": 1},
-                    {"gradient_sync": "device", "zero_stage": 1},
+                pair = {first: one, second: other}
+                forbidden = (
+                    pair.get("gradient_sync") in ("tensor", "device")
+                    and pair.get("zero", "whole state") != "whole state"
                 )
                 assert (((first, one), (second, other)) in met) != forbidden
-    assert len(ROWS) < 40, "pairs are meant to share rows"
+    assert len(ROWS) < 66, "pairs are meant to share rows"
 
 
 @pytest.mark.slow

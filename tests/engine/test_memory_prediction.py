@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,10 +40,18 @@ CASES: dict[str, tuple[ModelSpec, list[list[Degrees]], list[int], list[int]]] = 
     "mostly state": (spec(hidden_size=256, layers=2, max_sequence_length=32), [[(1, 1, 2)]], [1], [2]),
     "head alone": (DEEP, [[(1, 1, 8), (1, 1, 0)]], [2], [16]),
 }
+# What replicas share under ZeRO-2 is the most of what there is, or little beside activations or a large end.
+REPLICAS: dict[str, tuple[ModelSpec, list[list[Degrees]], list[int], list[int]]] = {
+    "tp beside dp": CASES["tp beside dp"],
+    "replicas": (DEEP, [[(1, 2, 8)]], [2], [8]),
+    "unlike replicas": (DEEP, [[(1, 2, 4), (1, 1, 4)], [(1, 3, 8)]], [2, 3], [8, 6]),
+    "large vocabulary": (spec(vocab_size=4096, layers=2), [[(1, 2, 1), (1, 2, 1)]], [4], [16]),
+    "mostly state": (spec(hidden_size=256, layers=2, max_sequence_length=32), [[(1, 2, 2)]], [2], [4]),
+}
 
 
 def make_case(name: str, precision: Precision) -> Plan:
-    model, pipelines, sizes, samples = CASES[name]
+    model, pipelines, sizes, samples = (CASES | REPLICAS)[name]
     count = sum(tp * dp for stages in pipelines for tp, dp, _ in stages)
     node = {"name": "n", "devices": [{"type": "910B2", "count": count}], "emulate": True}
     return make_plan(
@@ -77,6 +86,26 @@ def test_tensor_bytes_of_sharded_optimizer_state(
     rank_pool: RankPool, tmp_path: Path, name: str, precision: Precision
 ) -> None:
     plan = Plan.model_validate(make_case(name, precision).model_dump() | {"zero_stage": 1})
+    _check(rank_pool, plan, write_tokens(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "fields"),
+    [
+        ("unlike replicas", "fp32", {"zero_stage": 2}),
+        ("mostly state", "bf16", {"zero_stage": 2}),
+        *(
+            pytest.param(name, precision, fields, marks=pytest.mark.slow)
+            for name in REPLICAS
+            for precision in ("fp32", "bf16")
+            for fields in ({"zero_stage": 2}, {"zero_stage": 1, "zero_scope": "pipeline"})
+        ),
+    ],
+)
+def test_tensor_bytes_where_replicas_share(
+    rank_pool: RankPool, tmp_path: Path, name: str, precision: Precision, fields: dict[str, Any]
+) -> None:
+    plan = Plan.model_validate(make_case(name, precision).model_dump() | fields)
     _check(rank_pool, plan, write_tokens(tmp_path))
 
 

@@ -28,12 +28,6 @@ def _stage_changed(**changes: Any) -> Plan:
 
 
 REFUSED = {
-    "zero_stage = 2 is not supported by the runtime; set it to 1 or 0": lambda: plan_of(
-        [(1, 1, 4)], zero_stage=2
-    ),
-    "zero_scope = 'pipeline' is not supported by the runtime; set it to 'all'": lambda: plan_of(
-        [(1, 1, 4)], zero_stage=1, zero_scope="pipeline"
-    ),
     "gradient_sync = 'tensor' cannot shard optimizer state": lambda: plan_of(
         [(1, 1, 4)], zero_stage=1, gradient_sync="tensor"
     ),
