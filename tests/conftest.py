@@ -10,7 +10,8 @@ from hypothesis import settings
 
 _PLANNER = Path(__file__).parent / "planner"
 
-# The same examples in every run, however busy the machine, so that a change and not chance decides; HYPOTHESIS_PROFILE=explore draws new ones.
+# The same examples in every run, however busy the machine, so that a change and not chance decides;
+# HYPOTHESIS_PROFILE=explore draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
