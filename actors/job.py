@@ -204,6 +204,12 @@ class Job(Contract):
     version: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     model: ModelSpec
+    weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="first values of the parameters: a Hugging Face folder, a run folder, or its"
+        " weights.safetensors; null draws them by the seed",
+    )
     data: Data
     training: Training
     cluster: Literal["auto"] | Cluster = "auto"
@@ -285,6 +291,10 @@ class Job(Contract):
 
     def data_path(self) -> Path:
         return Path(self.base, os.path.expanduser(self.data.path))
+
+    def weights_path(self) -> Path | None:
+        """Where the first values come from."""
+        return None if self.weights is None else Path(self.base, self.weights).expanduser()
 
     def checkpoint_folder(self, run_folder: Path) -> Path:
         """Where the checkpoints of a run lie."""

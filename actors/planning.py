@@ -52,6 +52,7 @@ class Prepared:
             on_nan=job.runtime.on_nan,
             keep_checkpoints=job.checkpoint.keep,
             resume_from=resume_from,
+            weights=job.weights_path(),
         )
 
 
@@ -69,6 +70,11 @@ def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
         plan = _equal(plan) if equal_batches else plan
         check_memory(plan)
     check_vocabulary(job.model.vocab_size)
+    if (weights := job.weights_path()) is not None:
+        # Loads torch, which other jobs' drivers do without.
+        from actors.engine.weight_files import check_weights
+
+        check_weights(weights, job.model)
     source = job.data.path if job.data.path == PYTHON_STDLIB else job.data_path()
     tokens = prepare_tokens(source, pattern=job.data.pattern, cache_dir=cache_folder())
     tokens.windows(job.training.sequence_length)

@@ -85,6 +85,8 @@ class RunFolder:
         data = job.model_dump(mode="json", exclude_defaults=True)
         if job.data.path != PYTHON_STDLIB:
             data["data"]["path"] = str(job.data_path().resolve())
+        if (weights := job.weights_path()) is not None:
+            data["weights"] = str(weights.resolve())
         if job.checkpoint.directory is not None:
             data["checkpoint"]["directory"] = str(job.checkpoint_folder(self.path))
         self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))

@@ -61,15 +61,19 @@ def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
     """The document with absolute paths, as whoever runs the job has another working folder."""
     data, checkpoint = document["data"], document["checkpoint"]
     if data["path"] != PYTHON_STDLIB:
-        path = (root / data["path"]).resolve()
-        if not os.path.exists(path):
-            raise UserError(
-                f"data.path = {data['path']!r} does not exist under the data root {root}; check the path"
-            )
-        data["path"] = str(path)
+        data["path"] = _existing("data.path", data["path"], root)
+    if document["weights"] is not None:
+        document["weights"] = _existing("weights", document["weights"], root)
     if checkpoint["directory"] is not None:
         checkpoint["directory"] = str((root / checkpoint["directory"]).resolve())
     return document
+
+
+def _existing(field: str, value: str, root: Path) -> str:
+    path = (root / value).resolve()
+    if not os.path.exists(path):
+        raise UserError(f"{field} = {value!r} does not exist under the data root {root}; check the path")
+    return str(path)
 
 
 def _confine(data: dict[str, Any], root: Path) -> None:
@@ -77,7 +81,7 @@ def _confine(data: dict[str, Any], root: Path) -> None:
     text, checkpoint = (
         section if isinstance(section, dict) else {} for section in (data.get("data"), data.get("checkpoint"))
     )
-    named = {field: data.get(field) for field in ("model", "cluster", "plan")} | {
+    named = {field: data.get(field) for field in ("model", "weights", "cluster", "plan")} | {
         "data.path": text.get("path"),
         "checkpoint.directory": checkpoint.get("directory"),
     }

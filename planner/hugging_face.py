@@ -1,12 +1,15 @@
-"""What a Hugging Face `config.json` of type `gpt2` or `llama` says, as fields of a ModelSpec."""
+"""What a Hugging Face `config.json` of type `gpt2` or `llama` says, as fields of a ModelSpec, and back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import UserError
+
+if TYPE_CHECKING:
+    from planner.model_spec import ModelSpec, RopeScaling
 
 # What our layers do not do, by the key that asks for it: the values that are as good as none.
 _GPT2_FIXED: dict[str, tuple[Any, ...]] = {
@@ -110,3 +113,55 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
                 f"{name}/config.json: {key} = {json.dumps(config[key])} is not supported; use"
                 f" {' or '.join(dict.fromkeys(json.dumps(value) for value in allowed))}"
             )
+
+
+def hugging_face_config(model: ModelSpec, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a model with weights of a torch dtype such as `float32`: `model_fields` reads it back."""
+    if model.family == "gpt3":
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_layer": model.layers,
+            "n_embd": model.hidden_size,
+            "n_head": model.heads,
+            "n_inner": model.ffn_hidden_size,
+            "vocab_size": model.vocab_size,
+            "n_positions": model.max_sequence_length,
+            "tie_word_embeddings": model.tied_embedding,
+            "layer_norm_epsilon": model.norm_epsilon,
+            "activation_function": "gelu_new",
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+            "dtype": dtype,
+        }
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_sequence_length,
+        "tie_word_embeddings": model.tied_embedding,
+        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_parameters": {"rope_theta": model.rope_base, **_their_scaling(model.rope_scaling)},
+        "dtype": dtype,
+    }
+
+
+def _their_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    if scaling.type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_turns,
+        "high_freq_factor": scaling.high_turns,
+        "original_max_position_embeddings": scaling.original_sequence_length,
+    }

@@ -29,6 +29,7 @@ from actors.engine.tokens import TokenFile
 from actors.engine.training_state import TrainingState
 from actors.engine.transports import message_transports
 from actors.engine.update import UpdateMaker
+from actors.engine.weight_files import WeightFiles
 from actors.engine.weights import initial_parameter, save_weights, shard
 from actors.job import Training
 from planner.plan import Plan, RankPlace, StagePlan
@@ -45,7 +46,8 @@ class TrainerConfig:
     """What every rank of a job is told. `tokens` is the token file, at the same path on every host.
 
     `deterministic` refuses operations that may add in another order from run to run. On the host's processor
-    there are none: runs of one plan agree to the bit with or without it.
+    there are none: runs of one plan agree to the bit with or without it. `weights` are files of first values, in
+    place of those that the seed makes; `resume_from` is a checkpoint to go on from.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class TrainerConfig:
     on_nan: OnNan = "stop"
     keep_checkpoints: int = 2
     resume_from: Path | None = None
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -334,7 +337,7 @@ def _stage(plan: Plan, place: RankPlace) -> StagePlan:
 def _build_model(
     config: TrainerConfig, place: RankPlace, device: Device, groups: ProcessGroups
 ) -> tuple[StageModel, list[ParameterHandle]]:
-    """The rank's part of the model with its initial values, which depend on the seed alone."""
+    """The rank's part of the model with its first values: of the seed alone, or from files."""
     plan = config.plan
     with device.measuring():
         model, handles = build_stage(
@@ -346,10 +349,15 @@ def _build_model(
             mesh=groups.tp_mesh(place, device.torch_device),
             tp_rank=place.tp_rank,
         )
+    files = None if config.weights is None else WeightFiles(config.weights, plan.model)
     for handle in handles:
         # Made on the host, one parameter at a time, and not measured: a real device never sees it whole.
-        whole = initial_parameter(handle.spec, model=plan.model, seed=config.training.seed)
-        handle.local.copy_(shard(handle.spec, whole, tp=handle.tp, tp_rank=handle.tp_rank))
+        if files is None:
+            whole = initial_parameter(handle.spec, model=plan.model, seed=config.training.seed)
+            part = shard(handle.spec, whole, tp=handle.tp, tp_rank=handle.tp_rank)
+        else:
+            part = files.shard(handle.spec, tp=handle.tp, tp_rank=handle.tp_rank)
+        handle.local.copy_(part)
     return model, handles
 
 

@@ -67,6 +67,13 @@ def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
     return RankOutcome(reports, gradients, parameters)
 
 
+def start_and_save(rank: int, config: TrainerConfig, path: Path) -> None:
+    """Write the weights that training would start from."""
+    trainer = make_trainer(config, rank)
+    trainer.save_weights(path)
+    trainer.close()
+
+
 def held_parameters(trainer: Trainer) -> list[Part]:
     """Copies of a rank's parameters."""
     return [

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from actors.engine.hugging_face import from_theirs, their_shapes, to_theirs
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
+from planner.hugging_face import hugging_face_config
 from planner.model_spec import ModelSpec, from_hugging_face
 from planner.parameters import model_parameters
 from planner.plan import StagePlan
-from tests.engine import hugging_face_weights as names
 from tests.engine.reference import Tensors
 
 LENGTH = 24
@@ -89,6 +90,14 @@ def _random_weights(model: ModelSpec) -> Tensors:
     }
 
 
+def _to_theirs(model: ModelSpec, ours: Tensors) -> Tensors:
+    return dict(to_theirs(model, ours.__getitem__))
+
+
+def _from_theirs(model: ModelSpec, theirs: Tensors) -> Tensors:
+    return {p.name: from_theirs(model, p, theirs.__getitem__) for p in model_parameters(model)}
+
+
 def _assert_equal_logits(model: ModelSpec, ours: Tensors, theirs: GPT2LMHeadModel | LlamaForCausalLM) -> None:
     stage, handles = _ours(model)
     for handle in handles:
@@ -107,7 +116,7 @@ def test_our_weights_give_their_logits(name: str) -> None:
     config = CONFIGS[name]
     model = from_hugging_face(config.to_dict(), name="small")
     theirs, ours = _theirs(config), _random_weights(model)
-    loaded = theirs.load_state_dict(names.to_hugging_face(model, ours), strict=False)
+    loaded = theirs.load_state_dict(_to_theirs(model, ours), strict=False)
     assert not loaded.unexpected_keys
     assert set(loaded.missing_keys) <= {"lm_head.weight"}, "only a tied head is not ours to give"
     theirs.tie_weights()
@@ -122,14 +131,16 @@ def test_their_weights_give_their_logits(name: str) -> None:
     theirs = _theirs(config)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    _assert_equal_logits(model, names.from_hugging_face(model, dict(theirs.state_dict())), theirs)
+    _assert_equal_logits(model, _from_theirs(model, theirs.state_dict()), theirs)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_map_back_to_what_they_were(name: str) -> None:
     model = from_hugging_face(CONFIGS[name].to_dict(), name="small")
     ours = _random_weights(model)
-    back = names.from_hugging_face(model, names.to_hugging_face(model, ours))
+    theirs = _to_theirs(model, ours)
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == their_shapes(model)
+    back = _from_theirs(model, theirs)
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
@@ -145,3 +156,24 @@ def test_the_rotary_base_and_scaling_of_a_configuration_are_read() -> None:
         "high_turns": 4.0,
         "original_sequence_length": 26,
     }
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama, rotary base 500"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_shard_is_read_alone(name: str, tp: int) -> None:
+    model = from_hugging_face(CONFIGS[name].to_dict(), name="small")
+    ours = _random_weights(model)
+    theirs = _to_theirs(model, ours)
+    for parameter in model_parameters(model):
+        if parameter.tp_dim is None or (not parameter.padded and parameter.shape[parameter.tp_dim] % tp):
+            continue
+        for tp_rank in range(tp):
+            start, stop = parameter.shard_range(tp=tp, tp_rank=tp_rank)
+            shard = from_theirs(model, parameter, theirs.__getitem__, tp_range=(start, stop))
+            assert torch.equal(shard, ours[parameter.name].narrow(parameter.tp_dim, start, stop - start))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_comes_back_as_it_went(name: str) -> None:
+    model = from_hugging_face(CONFIGS[name].to_dict(), name="small")
+    assert from_hugging_face(hugging_face_config(model, dtype="float32"), name="small") == model
