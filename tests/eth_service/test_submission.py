@@ -122,10 +122,11 @@ def test_a_users_mistake_names_the_field(root: Path, values: object, expected: s
 
 
 def test_a_plan_that_the_runtime_cannot_execute_is_refused_at_once(root: Path) -> None:
-    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8]).model_dump(mode="json") | {"zero_stage": 2}
+    plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8]).model_dump(mode="json")
+    plan["dtypes"]["grad"] = "bf16"
     training = {"global_batch_size": 8, "sequence_length": 32, "steps": 1, "precision": "bf16"}
     values = job_values(data={"path": "texts/book.txt"}, plan=plan, model=plan["model"], training=training)
-    with pytest.raises(UserError, match="zero_stage = 2 is not supported by the runtime; set it to 1 or 0"):
+    with pytest.raises(UserError, match=r"dtypes\.grad = 'bf16' is not supported by the runtime; use 'fp32'"):
         accept_job(values | {"cluster": "auto"}, root=root)
 
 

@@ -76,7 +76,7 @@ def put(*keys: Any, value: Any) -> Edit:
             put("pipelines", 0, "local_batch_size", value=5),
             "local_batch_size = 5 must be samples = 5 rounded",
         ),
-        (put("zero_stage", value=2), "zero_stage = 2 is not supported"),
+        (put("dtypes", "grad", value="bf16"), "dtypes.grad = 'bf16' is not supported"),
         (put("emulation", "memory_scale", value=1e6), "more than its"),
     ],
 )
