@@ -59,7 +59,7 @@ def run_job(
 
     With `resume` it goes on from the newest checkpoint of that run, under whatever plan the job has now. `address`
     is a Ray cluster's (None: an embedded Ray for this job alone). Raises UserError for what the user wrote,
-    TrainingFailed when a rank fails, TrainingStopped on SIGINT or SIGTERM. Whichever way it ends, no process of
+    TrainingFailed when a rank fails, TrainingStopped on SIGINT, SIGTERM or SIGHUP. Whichever way it ends, no process of
     the run is left, and the observer is told the end of a run that had begun.
     """
     folder = RunFolder.check(output or default_folder(job), overwrite=overwrite, resume=resume)
@@ -92,7 +92,10 @@ def run_job(
             lost = TrainingFailed(f"Ray failed: {' '.join(str(error).split())}")
             run.finish("failed", failure=lost)
             raise lost from error
-        return run.finish("succeeded")
+        else:
+            return run.finish("succeeded")
+        finally:
+            folder.close()
 
 
 class _Run:

@@ -89,7 +89,7 @@ def _probe(address: str) -> None:
 
 
 class StopSignals:
-    """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt; later ones are ignored.
+    """Within the block the first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt; later ones are ignored.
 
     Ignored, because the first one starts an orderly end that a second must not cut short. Outside the main
     thread, where Python allows no handlers, the block changes nothing.
@@ -110,7 +110,10 @@ class StopSignals:
     def claim(self) -> None:
         """Put the handlers in place; again after `ray.init`, whose own SIGTERM handler aborts the process."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # Under nohup the end of the terminal is to change nothing.
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 replaced = signal.signal(number, self._stop)
                 self._previous.setdefault(number, replaced)
 

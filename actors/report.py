@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -79,9 +80,18 @@ class Console:
         return (time.monotonic() - self._began) / done * (self._steps - iteration)
 
 
+class _Output(Terminal):
+    """Whoever reads the output may end first (`| head`): then the run is stopped, in order, and says no more."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+        raise KeyboardInterrupt
+
+
 def _terminal() -> Terminal:
     # A log or a pipe has no width of its own; the plan's table needs more than the usual 80 columns.
-    return Terminal() if sys.stdout.isatty() else Terminal(width=_LOG_COLUMNS)
+    return _Output() if sys.stdout.isatty() else _Output(width=_LOG_COLUMNS)
 
 
 def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ class RunFolder:
         """`taken`: what is in the folder belongs to the run, or may go."""
         self.path = path.resolve()
         self._taken = taken
+        self._held: int | None = None
         self.metrics = self.path / "metrics.jsonl"
         self.weights = self.path / "weights.safetensors"
 
@@ -71,6 +73,7 @@ class RunFolder:
         self.refuse_foreign()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
             for name in _FILES:
                 if not (keep_metrics and name == self.metrics.name):
                     (self.path / name).unlink(missing_ok=True)
@@ -79,6 +82,28 @@ class RunFolder:
             raise UserError(
                 f"--output {self.path} cannot be written: {error.strerror}; name another folder"
             ) from None
+
+    def _lock(self) -> None:
+        """Hold the folder until `close`: two runs that write into one would spoil both."""
+        held = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            raise UserError(
+                f"--output {self.path} is being written by a run that goes on; stop that one or name another folder"
+            ) from None
+        except OSError:
+            # Some network file systems know no locks.
+            os.close(held)
+        else:
+            self._held = held
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def write_job(self, job: Job) -> None:
         """The job as it was understood; it can be submitted again from anywhere."""

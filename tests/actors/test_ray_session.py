@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
 import ray
 
-from actors.ray_session import ray_session
+from actors.ray_session import StopSignals, ray_session
 from planner.errors import UserError
 
 
@@ -25,3 +26,22 @@ def test_an_address_where_nobody_listens_is_refused_before_ray_tries(monkeypatch
             ray_session(address),
         ):
             raise AssertionError("connected")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_stops_and_later_ones_do_not_cut_the_end_short(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignals():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def test_under_nohup_the_end_of_the_terminal_changes_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -31,6 +31,17 @@ def test_the_default_folder_is_named_after_job_and_time(tmp_path: Path) -> None:
     assert default_folder(make_job(tmp_path), now=moment) == Path("runs/demo-20300102-030405")
 
 
+def test_a_folder_that_a_run_writes_into_takes_no_second_one(tmp_path: Path) -> None:
+    first = RunFolder.check(tmp_path, overwrite=True)
+    first.create()
+    second = RunFolder.check(tmp_path, overwrite=False, resume=True)
+    with pytest.raises(UserError, match="is being written by a run that goes on"):
+        second.create(keep_metrics=True)
+    first.close()
+    second.create(keep_metrics=True)
+    second.close()
+
+
 def test_a_folder_with_content_is_refused_unless_it_may_be_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("old\n")
     (tmp_path / "notes.txt").write_text("the user's\n")
