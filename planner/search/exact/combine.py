@@ -111,20 +111,24 @@ def make_columns(
     settlers: Mapping[int, Settler],
     *,
     every: bool,
+    goal: float = np.inf,
 ) -> Columns:
-    """Columns for the shapes that are promising at these prices; for `every` shape if asked."""
+    """Columns for the shapes that are promising at these prices, and may end the batch before `goal`; for `every`
+    shape if asked."""
     vectors = box.vectors()
     worth = vectors @ prices.per_device
     shapes: list[Shape] = []
     for held in intervals:
         periods = _periods(held)
-        limit = np.inf if every else prices.seconds * _SHAPE_SLACK
+        limit = np.inf if every else min(prices.seconds * _SHAPE_SLACK, goal)
         priced = Intervals(held.table, periods, periods).priced(prices, below=limit)
         good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
         if good.size == 0:
             continue
         most = int(good.max()) + 1
-        index = least_periods(held.table, box, periods=periods, max_stages=most).reshape(most, -1)
+        index = least_periods(
+            held.table, box, periods=periods, max_stages=most, wanted={int(s) + 1 for s in good}
+        ).reshape(most, -1)
         shapes += [_shape(held.table, int(s) + 1, periods, index[s], priced, worth) for s in good]
     return Columns(box, vectors, [shape for shape in shapes if np.isfinite(shape.period).any()], settlers)
 

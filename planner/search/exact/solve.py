@@ -54,10 +54,10 @@ _ROUNDS = 8
 # Of solutions this close the first is kept, that of the lower ZeRO stage.
 _TIE = 1e-6
 _CLOSE = 3e-3
+# Pipelines may end so much later than the best plan, by the tables, and still be looked at.
+_BEYOND = 1.02
 # Micro-batch sizes of which columns are made, those whose chains price best.
 _SIZES = 3
-# Beyond this many times the priced time, chains need not be told apart.
-_FAR = 1.1
 _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 # Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
 _MANY_SETS_DEVICES = 32
@@ -185,10 +185,12 @@ class ExactSolver:
         self.statistics["chains"] += len(chains.chains)
         if priced is None:
             return None
-        plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=False)
+        # The true price may be a little less than that of the tables.
+        goal *= _BEYOND
+        plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=False, goal=goal)
         if plan is None and pool.devices <= _FEW_DEVICES:
             # Prices of fractions of pipelines say little of so few whole ones.
-            plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=True)
+            plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=True, goal=goal)
         return Solution(plan, pool, priced, tables, budget, self.statistics) if plan else None
 
     def _first_chains(self, pool: Pool, tables: Sequence[StageTable], budget: Budget) -> ChainPool:
@@ -233,11 +235,14 @@ class ExactSolver:
         settlers: Mapping[int, Settler],
         *,
         every: bool,
+        goal: float,
     ) -> Iterator[list[Chain]]:
         """Sets of pipelines that end the batch soon."""
         taken, rest = _whole_part(priced, budget)
         intervals = [Intervals.of(table) for table in tables] if every else _promising(priced, budget)
-        columns = make_columns(intervals, priced.prices, choose_box(rest.counts), settlers, every=every)
+        columns = make_columns(
+            intervals, priced.prices, choose_box(rest.counts), settlers, every=every, goal=goal
+        )
         # A single pipeline has but one count vector.
         many = sum(budget.counts) > _MANY_DEVICES
         columns.shapes_made = 6 if budget.pipelines == 1 else 1 if many else 2
@@ -265,8 +270,10 @@ class ExactSolver:
         zero_stage: ZeroStage,
         *,
         every: bool,
+        goal: float,
     ) -> Plan | None:
-        """Each set on devices, and the best few of them refined; of `every` shape, or the promising ones."""
+        """Each set on devices, and the best few of them refined; of `every` shape, or the promising ones that may
+        beat `goal`."""
         assembler = Assembler(
             self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
         )
@@ -276,7 +283,7 @@ class ExactSolver:
         }
         few = pool.devices <= _MANY_DEVICES
         refiner = Refiner(assembler, tables, settlers)
-        sets = list(self._sets(tables, priced, budget, settlers, every=every))
+        sets = list(self._sets(tables, priced, budget, settlers, every=every, goal=goal))
         if not few:
             sets = sorted(sets, key=assembler.end_seconds)[:_PRICED_SETS]
         found = [one for chains in sets for one in refiner.candidates(chains, most=2 if few else 1)]
@@ -342,11 +349,7 @@ def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
     """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
     if sum(budget.counts) <= _MANY_SETS_DEVICES:
         return priced.intervals
-    best = [
-        float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min())
-        for held in priced.intervals
-    ]
-    order = sorted(range(len(best)), key=lambda index: best[index])[:_SIZES]
+    order = sorted(range(len(priced.best)), key=lambda index: priced.best[index])[:_SIZES]
     return [priced.intervals[index] for index in sorted(order)]
 
 
