@@ -136,8 +136,10 @@ def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limit
     rate = table.micro_batch_size / paces
     layers = np.arange(1, table.layers + 1)
     best = np.full(len(paces), np.inf)
-    seconds, price = table.least[:, :, 1:].min(axis=0), cost[:, None] / layers
-    each_layer = seconds / layers
+    seconds = table.least[:, :, 1:].min(axis=0)
+    fits = np.isfinite(seconds)
+    price = np.where(fits, cost[:, None] / layers, np.inf)
+    each_layer = np.where(fits, seconds, 0.0) / layers
     for start in range(0, len(paces), _CHUNK):
         cells = slice(start, start + _CHUNK)
         sums = each_layer[:, None] * rate[cells, None] + price[:, None]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from planner.search.exact.chains import Chain, make_chain
 from planner.search.exact.linear_program import LinearSolution, linear_program
 from planner.search.exact.pool import Vector
-from planner.search.exact.priced_chains import PricedChains, least_seconds
+from planner.search.exact.priced_chains import PricedChains, least_layer, least_seconds
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable
@@ -135,10 +135,17 @@ class Intervals:
             each=prices.per_pipeline,
         )
 
-    def below(self, seconds: float, prices: DevicePrices) -> Intervals:
-        """Without those whose best chain is known to end what it costs no sooner than that."""
-        least = self.least(prices)
-        return Intervals(self.table, self.low[least < seconds], self.high[least < seconds])
+    def below(self, seconds: float, prices: DevicePrices, *, budget: Budget | None = None) -> Intervals:
+        """Without those whose best chain is known to end what it costs no sooner than that, or to cost more than all of
+        the budget."""
+        kept = self.least(prices) < seconds
+        if budget is not None:
+            # At an endless pace seconds cost nothing.
+            cost = self.table.cost(prices.per_device)
+            layer = least_layer(self.table, cost, paces=np.full(len(self.low), np.inf), limits=self.high)
+            most = float(prices.per_device @ np.array(budget.counts))
+            kept &= layer * self.table.layers <= most * (1 + 1e-9)
+        return Intervals(self.table, self.low[kept], self.high[kept])
 
     def lowest(self, most: int, prices: DevicePrices) -> Intervals:
         """So many of them at most, the most promising."""
@@ -192,7 +199,7 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
         whole = [Intervals.of(table, ratio=COARSE**2) for table in tables]
         whole.sort(key=lambda held: float(held.least(prices).min(initial=np.inf)))
         for held in [*(held.lowest(_GUIDES, prices) for held in whole[:1]), *whole]:
-            near = held.below(limit, prices)
+            near = held.below(limit, prices, budget=budget)
             if near.low.size:
                 priced = near.priced(prices, below=limit)
                 best = float(priced.seconds.min(initial=np.inf))
@@ -221,7 +228,7 @@ def find_prices(
         limit = min(prices.seconds * near, goal * _NEAR)
         best, new, nearer = np.inf, 0, []
         for whole in intervals:
-            held = whole.below(limit, prices)
+            held = whole.below(limit, prices, budget=budget)
             if not held.low.size:
                 continue
             priced = held.priced(prices, below=limit)
@@ -242,16 +249,16 @@ def find_prices(
             break
     if prices.seconds * (1 - (_CONVERGED if idle == _IDLE else close)) >= goal:
         return None
-    found = list(_promising(tables, prices, min(prices.seconds * _ROUGH, goal * _NEAR)))
+    found = list(_promising(tables, prices, budget, min(prices.seconds * _ROUGH, goal * _NEAR)))
     return Priced(prices, pool, [held for held, _ in found], [best for _, best in found])
 
 
 def _promising(
-    tables: Sequence[StageTable], prices: DevicePrices, limit: float
+    tables: Sequence[StageTable], prices: DevicePrices, budget: Budget, limit: float
 ) -> Iterator[tuple[Intervals, float]]:
     """Wide intervals, since whole pipelines may be far from fractions of the best, and the time of the best chain."""
     for table in tables:
-        held = Intervals.of(table).below(limit, prices)
+        held = Intervals.of(table).below(limit, prices, budget=budget)
         if held.low.size:
             least = held.priced(prices, below=limit).seconds.min(axis=1, initial=np.inf)
             near = least < limit

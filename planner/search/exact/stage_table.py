@@ -87,13 +87,6 @@ class StageTable:
         total = self.plain[:, :, None] + self.replay
         return float(total.max(initial=0.0, where=np.isfinite(total)))
 
-    def seconds_between(self, low: float, high: float, *, stages: int) -> FloatArray:
-        """Seconds, above the one and up to the other, that a stage of a pipeline of so many stages can take;
-        ascending."""
-        total = self.plain[:, :, None] + self.replay[:, :, 1 : min(stages, self.in_flight) + 1]
-        found: FloatArray = np.unique(total[(total > low) & (total <= high)])
-        return found
-
     def replay_at(self, role: Role, position: int) -> FloatArray:
         """[c, l]."""
         found: FloatArray = self.replay[role, :, min(position, self.in_flight)]

@@ -62,7 +62,19 @@ class Expected:
         return across * outside + (sides - across) * inside
 
     def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
-        return self.ring_byte_seconds(holders.count)
+        """One ring, or inside nodes first, if the other pipelines have as many replicas of the stage and each
+        pipeline's share nodes as far as they can."""
+        kinds = [self.pool.kinds[kind] for kind in holders.kinds]
+        count = holders.replicas * (holders.count - holders.replicas + 1)
+        near = min(holders.replicas, max(1, min(kind.largest for kind in kinds) // holders.tp))
+        if len(kinds) > 1:
+            near = max(1, near // len(kinds))
+        inside = max(1 / _link(self.cluster, kind, kind, True).bandwidth for kind in kinds)
+        outside = 1 / self._slowest.bandwidth
+        return min(
+            _ring(count) * (outside if count > near else inside),
+            _ring(near) * inside + _ring(count / near) / near * outside,
+        )
 
     def ring_byte_seconds(self, holders: float) -> float:
         """All-reducing one byte over so many devices."""
