@@ -66,7 +66,9 @@ class Shape:
     def ends(self, samples: int) -> FloatArray:
         """When a single pipeline ends so many samples, by cell; infinite where it cannot."""
         rounds = -(-samples // self.table.micro_batch_size) - 1
-        found: FloatArray = self.fill + self.period * rounds
+        found = np.full(len(self.period), np.inf)
+        can = np.isfinite(self.period)
+        found[can] = self.fill[can] + self.period[can] * rounds
         return found
 
 
