@@ -14,7 +14,8 @@ _FEW = 8
 
 
 def undominated(seconds: FloatArray, other: FloatArray | None = None) -> IntArray:
-    """Choices [rank, l] by layers that hold all that no choice before them beats, in seconds and in `other`.
+    """Choices [rank, l] by layers that hold all that no choice before them beats, in seconds and in `other`; where
+    these are fewer than elsewhere, the first choice again.
 
     Args:
         seconds: [choice, l], the choices by ascending price.
@@ -26,9 +27,11 @@ def undominated(seconds: FloatArray, other: FloatArray | None = None) -> IntArra
     if other is None:
         kept = seconds < _before(np.minimum.accumulate(seconds, axis=0), np.inf)
     else:
-        kept = ~(_beaten(seconds, other) | _beaten(other, seconds))
-    most = max(1, int(kept.sum(axis=0).max()))
-    ranked: IntArray = np.argsort(~kept, axis=0, kind="stable")[:most]
+        kept = ~(_beaten(seconds, other) | _beaten(other, seconds)) & np.isfinite(seconds)
+    rank = np.cumsum(kept, axis=0, dtype=np.int32)
+    ranked = np.zeros((max(1, int(rank[-1].max())), kept.shape[1]), dtype=np.int64)
+    which, layers = np.nonzero(kept)
+    ranked[rank[which, layers] - 1, layers] = which
     return ranked
 
 

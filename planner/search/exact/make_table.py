@@ -104,11 +104,19 @@ class TableMaker:
         if dp > 1:
             own = zero.own_bytes_per_value(cost.dtypes) * self.surroundings.replica_byte_seconds(choice)
             update = update + values * (own * 2 * (dp - 1) / dp)
-        return values * zero.gradient_bytes_per_value(cost.dtypes, dp=dp), update
+        # Copies are reduced by more holders, and some of these share a node: for bounds that may be quick.
+        reduced = stage_values(cost, choice.tp, role, copies=False) if zero.most else values
+        return reduced * zero.gradient_bytes_per_value(cost.dtypes, dp=dp), update
 
 
-def stage_values(cost: StageCost, tp: int, role: Role) -> FloatArray:
-    """Parameter values of a device of a stage, by number of layers."""
-    none, one = (held_values(cost.model, tp, n, role.embedding, role.head).numel for n in (0, 1))
+def stage_values(cost: StageCost, tp: int, role: Role, *, copies: bool = True) -> FloatArray:
+    """Parameter values of a device of a stage, by number of layers; those of which every TP rank has a copy if
+    asked."""
+    none, one = (_values(cost, tp, n, role, copies=copies) for n in (0, 1))
     found: FloatArray = none + np.arange(cost.model.layers + 1, dtype=np.float64) * (one - none)
     return found
+
+
+def _values(cost: StageCost, tp: int, layers: int, role: Role, *, copies: bool) -> int:
+    held = held_values(cost.model, tp, layers, role.embedding, role.head)
+    return held.numel if copies or tp == 1 else held.numel - held.copied

@@ -11,6 +11,9 @@ from planner.search.exact.envelope import undominated
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
+# Positions that are ranked at once: few, since many searches end after the first.
+_TOGETHER = 8
+
 
 @dataclass(frozen=True)
 class Ranked:
@@ -28,32 +31,37 @@ class Ranking:
 
     def __init__(self, table: StageTable, cost: FloatArray) -> None:
         """`cost` is the price of each choice; those that cost without end are left out."""
-        self._table, self._cost = table, cost
+        self.table, self.cost = table, cost
         order = np.argsort(cost, kind="stable")
         self._order = order[np.isfinite(cost[order])]
-        self._known: dict[tuple[Role, bool], tuple[npt.NDArray[np.int32], FloatArray]] = {}
+        self._last = max(min(table.max_stages, table.in_flight), 2)
+        self._known: dict[tuple[Role, bool, int], tuple[npt.NDArray[np.int32], FloatArray]] = {}
+        self._asked: dict[tuple[Role, bool, int, int, int], Ranked] = {}
 
     def of(self, role: Role, position: int, *, upto: int, by_after: bool) -> Ranked:
         """Choices that hold fewer than `upto` layers; `by_after`: seconds after the last backward count too."""
-        key = (role, by_after)
-        if key not in self._known:
-            self._known[key] = self._ranked(role, by_after)
         # Single and last stages have but one position.
-        row = 0 if role.head else max(min(position, self._table.in_flight) - 2, 0)
+        part, row = divmod(0 if role.head else max(min(position, self._last) - 2, 0), _TOGETHER)
+        asked = (role, by_after, part, row, upto)
+        if asked in self._asked:
+            return self._asked[asked]
+        key = (role, by_after, part)
+        if key not in self._known:
+            self._known[key] = self._ranked(role, by_after, part)
         ranked, seconds = self._known[key]
         choices = ranked[:, row, :upto].astype(np.int64)
-        after = self._table.after[role][choices, np.arange(choices.shape[1])]
-        return Ranked(choices, self._cost[choices], seconds[:, row, :upto], after)
+        after = self.table.after[role][choices, np.arange(choices.shape[1])]
+        self._asked[asked] = Ranked(choices, self.cost[choices], seconds[:, row, :upto], after)
+        return self._asked[asked]
 
-    def _ranked(self, role: Role, by_after: bool) -> tuple[npt.NDArray[np.int32], FloatArray]:
-        """(choices, seconds): [rank, position, layers]."""
-        table, order = self._table, self._order
-        last = max(min(table.max_stages, table.in_flight), 2)
-        positions = np.array([1] if role.head else range(2, last + 1))
+    def _ranked(self, role: Role, by_after: bool, part: int) -> tuple[npt.NDArray[np.int32], FloatArray]:
+        """(choices, seconds) of some neighbouring positions: [rank, position, layers]."""
+        table, order = self.table, self._order
+        first = 2 + part * _TOGETHER
+        positions = np.array([1] if role.head else range(first, min(first + _TOGETHER, self._last + 1)))
         held = np.minimum(np.minimum(positions, table.in_flight), table.max_stages)
-        seconds = (table.plain[role][order, None] + table.replay[role][order][:, held]).reshape(
-            len(order), -1
-        )
+        replay = table.replay[role][order[:, None], held]
+        seconds = (table.plain[role][order, None] + replay).reshape(len(order), -1)
         after = None
         if by_after:
             after = np.repeat(table.after[role][order, None], len(positions), axis=1).reshape(seconds.shape)

@@ -18,7 +18,7 @@ from planner.search.exact.choices import StageChoice
 from planner.search.exact.covers import Cover
 from planner.search.exact.pool import Vector
 from planner.search.exact.role import Role
-from planner.search.exact.surroundings import Surroundings
+from planner.search.exact.surroundings import Holders, Surroundings
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -87,13 +87,6 @@ class StageTable:
         total = self.plain[:, :, None] + self.replay
         return float(total.max(initial=0.0, where=np.isfinite(total)))
 
-    def seconds_between(self, low: float, high: float, *, stages: int) -> FloatArray:
-        """Seconds, above the one and up to the other, that a stage of a pipeline of so many stages can take;
-        ascending."""
-        total = self.plain[:, :, None] + self.replay[:, :, 1 : min(stages, self.in_flight) + 1]
-        found: FloatArray = np.unique(total[(total > low) & (total <= high)])
-        return found
-
     def replay_at(self, role: Role, position: int) -> FloatArray:
         """[c, l]."""
         found: FloatArray = self.replay[role, :, min(position, self.in_flight)]
@@ -115,8 +108,21 @@ class StageTable:
 
     def for_pipelines(self, surroundings: Surroundings, pipelines: float) -> StageTable:
         """The table for so many pipelines that share every gradient."""
-        rates = [surroundings.gradient_byte_seconds(pipelines - 1 + count) for count in self.holders]
-        return replace(self, after=self.gradient_bytes * np.array(rates)[:, None] + self.update)
+        stages = [
+            *((choice.tp, tuple(sorted(set(choice.kinds)))) for choice in self.choices),
+            *((cover.tp, (cover.kind, *cover.others)) for cover in self.covers),
+        ]
+        places = [
+            Holders(pipelines - 1 + count, count, tp, kinds)
+            for count, (tp, kinds) in zip(self.holders, stages, strict=True)
+        ]
+        # Both ends of the only pipeline may hold a tied table; its layers are held by the replicas of one stage.
+        layers, ends = (
+            np.array([surroundings.gradient_byte_seconds(place, alone=alone) for place in places])[:, None]
+            for alone in (pipelines == 1, False)
+        )
+        held = self.gradient_bytes[..., :1]
+        return replace(self, after=(self.gradient_bytes - held) * layers + held * ends + self.update)
 
     def cost(self, prices: FloatArray) -> FloatArray:
         """What the devices of each choice cost, of covers at least."""

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from planner.search.exact.bound_cells import Cells, least_values
 from planner.search.exact.chains import make_chain
@@ -221,3 +222,19 @@ def test_prices_of_the_linear_program_are_worth_what_is_there() -> None:
     # No column is worth more than what it uses.
     assert (columns @ found.prices >= worth - 1e-9).all()
     assert (found.amounts @ columns <= limits + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_linear_program_is_that_of_another_solver(seed: int) -> None:
+    """Also where limits are 0 and many columns are alike, so that steps gain nothing."""
+    draw = np.random.default_rng(seed)
+    columns = draw.integers(0, 4, (60, 3)).astype(float)
+    columns[:, -1] = 1
+    worth, limits = draw.integers(-1, 9, 60).astype(float), draw.integers(0, 9, 3).astype(float)
+    found = linear_program(columns, worth, limits)
+    known = linprog(-worth, A_ub=columns.T, b_ub=limits, method="highs")
+    assert found.worth == pytest.approx(-known.fun)
+    assert found.amounts @ worth == pytest.approx(found.worth)
+    assert found.prices @ limits == pytest.approx(found.worth)
+    assert (columns @ found.prices >= worth - 1e-9).all() and (found.prices >= 0).all()
+    assert (found.amounts @ columns <= limits + 1e-9).all() and (found.amounts >= 0).all()
