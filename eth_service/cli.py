@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from eth_service.commands import checkpoint, compare, export, plan, predict, profile, serve, train
+from eth_service.commands import checkpoint, compare, export, plan, predict, profile, runs, serve, train
 from planner.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("predict")(predict.predict)
 app.command("train")(train.train)
 app.add_typer(profile.app)
 app.add_typer(checkpoint.app)
+app.add_typer(runs.app)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
 

@@ -1,0 +1,192 @@
+"""`eth runs`: what the run folders of this machine hold, one by one and side by side. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(name="runs", help="List, show and compare run folders.", no_args_is_help=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table")]
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in figures. `state` is the summary's; `unfinished` while there is none: it goes on, or was killed."""
+
+    folder: str
+    name: str
+    model: str
+    devices: str
+    state: str
+    iterations: int
+    steps: int
+    first_loss: float | None
+    loss: float | None
+    iteration_seconds: float | None
+    samples_per_second: float | None
+    checkpoints: int
+
+
+@app.command("list")
+def list_(
+    folder: Annotated[Path, typer.Argument(help="folder of run folders")] = Path("runs"),
+    json_: JsonOption = False,
+) -> None:
+    """Show every run below a folder, the newest last."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; name the one that holds the run folders")
+    found = [path for path in folder.iterdir() if _is_run(path)]
+    found.sort(key=lambda path: (path / "job.yaml").stat().st_mtime)
+    if not found:
+        raise UserError(f"{folder} holds no run folder; eth train makes them")
+    _print([_line(path) for path in found], as_json=json_)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="run folder")], json_: JsonOption = False) -> None:
+    """Show one run: its end, its plan, its losses on the way, its checkpoints."""
+    from actors.checkpoints import checkpoints
+    from planner.plan_table import plan_table
+
+    line = _checked(run)
+    kept = checkpoints(run / "checkpoints")
+    if json_:
+        print(json.dumps({**asdict(line), "checkpoints": [str(checkpoint.path) for checkpoint in kept]}))
+        return
+    from eth_service.commands.common import console
+    from planner.plan import read_plan
+
+    out = console()
+    out.print(_table([line]))
+    if (run / "plan.json").exists():
+        out.print(plan_table(read_plan(run / "plan.json")))
+    for row in _sampled(run, most=10):
+        out.print(f"iteration {row['iteration']}: loss {_number(row['loss'])}", highlight=False)
+    for checkpoint in kept:
+        out.print(
+            f"checkpoint after {checkpoint.iteration}: {checkpoint.path}", highlight=False, soft_wrap=True
+        )
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, two or more")], json_: JsonOption = False
+) -> None:
+    """Show runs side by side, with their losses at the same iterations."""
+    if len(runs) < 2:
+        raise UserError("eth runs compare needs two run folders or more; name another")
+    lines = [_checked(run) for run in runs]
+    losses = [{row["iteration"]: row["loss"] for row in _rows(run)} for run in runs]
+    common = sorted(set.intersection(*(set(loss) for loss in losses)))
+    shown = [common[round(i * (len(common) - 1) / 9)] for i in range(10)] if len(common) > 10 else common
+    at = [{"iteration": i, "losses": [loss[i] for loss in losses]} for i in shown]
+    if json_:
+        print(json.dumps({"runs": [asdict(line) for line in lines], "losses": at}))
+        return
+    from rich.table import Table
+
+    from eth_service.commands.common import console
+
+    table = Table("Iteration", *(line.name for line in lines), pad_edge=False)
+    for row in at:
+        table.add_row(str(row["iteration"]), *map(_number, row["losses"]))
+    out = console()
+    out.print(_table(lines))
+    out.print(table)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "job.yaml").is_file() and (path / "metrics.jsonl").is_file()
+
+
+def _checked(run: Path) -> RunLine:
+    if not _is_run(run):
+        raise UserError(f"{run} is not a run folder: it holds no job.yaml and metrics.jsonl; name another")
+    return _line(run)
+
+
+def _line(run: Path) -> RunLine:
+    from actors.checkpoints import checkpoints
+    from actors.job import read_job
+    from eth_service.run_files import read_summary
+    from planner.plan import read_plan
+
+    job, summary, rows = read_job(run / "job.yaml"), read_summary(run), _rows(run)
+    plan = read_plan(run / "plan.json") if (run / "plan.json").exists() else None
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    counts = plan.cluster.counts.items() if plan else ()
+    return RunLine(
+        folder=str(run),
+        name=job.name,
+        model=job.model.name,
+        devices=", ".join(f"{count} x {type_}" for type_, count in counts),
+        state=summary.get("state", "unfinished"),
+        iterations=rows[-1]["iteration"] if rows else 0,
+        steps=job.training.steps,
+        first_loss=losses[0] if losses else None,
+        loss=losses[-1] if losses else None,
+        iteration_seconds=summary.get("iteration_seconds"),
+        samples_per_second=summary.get("samples_per_second"),
+        checkpoints=len(checkpoints(run / "checkpoints")),
+    )
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    """Rows by iteration; those that a resumed run repeated count once."""
+    from eth_service.run_files import MetricsFile
+
+    return MetricsFile(run / "metrics.jsonl").rows(since=0, limit=10**9)
+
+
+def _sampled(run: Path, *, most: int) -> list[dict[str, Any]]:
+    rows = _rows(run)
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _print(lines: list[RunLine], *, as_json: bool) -> None:
+    if as_json:
+        for line in lines:
+            print(json.dumps(asdict(line)))
+        return
+    from eth_service.commands.common import console
+
+    console().print(_table(lines))
+
+
+def _table(lines: list[RunLine]) -> Table:
+    from rich.table import Table
+
+    from planner.units import format_seconds
+
+    table = Table(pad_edge=False)
+    for heading in ("Run", "Model", "Devices", "State", "Iterations", "Loss", "Iteration", "Checkpoints"):
+        table.add_column(heading, overflow="fold")
+    for line in lines:
+        seconds = line.iteration_seconds
+        table.add_row(
+            line.folder,
+            line.model,
+            line.devices,
+            line.state,
+            f"{line.iterations}/{line.steps}",
+            "" if line.first_loss is None else f"{_number(line.first_loss)} -> {_number(line.loss)}",
+            "" if seconds is None else format_seconds(seconds),
+            str(line.checkpoints),
+        )
+    return table

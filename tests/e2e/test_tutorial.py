@@ -1,0 +1,59 @@
+"""The commands of docs/tutorial-hugging-face.md, in their order, in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.job import read_job
+from planner.plan import read_plan
+from tests.e2e.runs import rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial-hugging-face.md"
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Kind and content of every block of code."""
+    return re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.slow
+def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(PAGE.parents[1]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+    said = []
+    for kind, content in blocks():
+        if kind == "yaml":
+            (tmp_path / "job.yaml").write_text(content)
+        elif kind == "python":
+            said.append(run([sys.executable, "-c", content]))
+        else:
+            assert kind == "sh"
+            said += [run(["sh", "-c", line]) for line in content.splitlines()]
+
+    assert read_job(tmp_path / "job.yaml").model.layers == 4
+    plan = read_plan(tmp_path / "run" / "plan.json")
+    assert len({tuple((s.tp, s.dp, s.layers) for s in p.stages) for p in plan.pipelines}) > 1, "unlike"
+    found = rows(tmp_path / "run")
+    assert len(found) == 200 and found[-1]["loss"] < 0.6 * found[0]["loss"]
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())["model_type"] == "llama"
+    assert said[-1].startswith("def ") and len(said[-1]) > 40
