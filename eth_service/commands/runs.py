@@ -56,7 +56,7 @@ def list_(
 def show(run: Annotated[Path, typer.Argument(help="run folder")], json_: JsonOption = False) -> None:
     """Show one run: its end, its plan, its losses on the way, its checkpoints."""
     from actors.checkpoints import checkpoints
-    from planner.plan_table import plan_table
+    from actors.plan_table import plan_table
 
     line = _checked(run)
     kept = checkpoints(run / "checkpoints")
