@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +12,8 @@ from planner.parameters import Parameter, model_parameters
 
 @dataclass(frozen=True)
 class HeldValues:
-    """Parameter values of TP rank 0, the fullest; `padded` counts the vocabulary's padding too.
+    """Parameter values of TP rank 0, the fullest; `padded` counts the vocabulary's padding too, `copied` those alone
+    of which every TP rank has a copy.
 
     `largest_end_shard` is the largest parameter outside the layers (a token table, as a rule),
     `largest_layer_shard` the largest of a layer; both with padding. `largest_region` are the values of the
@@ -24,6 +26,7 @@ class HeldValues:
     largest_layer_shard: int
     largest_region: int
     regions: int
+    copied: int
 
 
 @cache
@@ -51,6 +54,10 @@ def held_values(model: ModelSpec, tp: int, layers: int, embedding: bool, head: b
     kinds = {parameter.region.kind for parameter in ends}
     regions = [sum(shard(p) for p in ends if p.region.kind == kind) for kind in kinds]
     regions += [sum(map(shard, layer))] * layers
+
+    def copied(parameters: Sequence[Parameter]) -> int:
+        return sum(parameter.numel for parameter in parameters if parameter.tp_dim is None)
+
     return HeldValues(
         numel=sum(map(shard, ends)) + layers * sum(map(shard, layer)),
         padded=sum(map(padded, ends)) + layers * sum(map(padded, layer)),
@@ -58,4 +65,5 @@ def held_values(model: ModelSpec, tp: int, layers: int, embedding: bool, head: b
         largest_layer_shard=max(map(padded, layer)),
         largest_region=max(regions, default=0),
         regions=len(regions),
+        copied=copied(ends) + layers * copied(layer),
     )

@@ -92,10 +92,7 @@ class MemoryModel:
         held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
         sizes = self.rows_bytes(load.tp, load.rows)
         width = PRECISION_BYTES[self.dtypes.param]
-        constants = (
-            activations.constant_bytes(self.model, self.dtypes, self.sequence_length) if load.layers else 0
-        )
-        state = held.padded * width + self._sharded_bytes(load, held) + constants + SMALL_CHANGE_BYTES
+        state, update = self.state_bytes(load)
         # Posted receives and unsent sends. Towards the stage behind: the activations sent of all micro-batches
         # in flight, which are only let go of when the next must leave, one gradient received and the next
         # one's buffer. Towards the stage before: two gradients sent and the buffer of the next activation.
@@ -118,7 +115,7 @@ class MemoryModel:
             embedding = held.largest_end_shard * width + (2 * sizes.hidden if load.layers else 0.0) + tied
         return StepBases(
             state=state,
-            update=self._update_bytes(load, held),
+            update=update,
             messages=messages,
             in_flight=sent + (sizes.embedding_saved if load.embedding else 0.0),
             embedding_kept=sizes.embedding_saved if load.embedding else 0.0,
@@ -126,6 +123,16 @@ class MemoryModel:
             head=head,
             embedding=embedding,
         )
+
+    def state_bytes(self, load: StageLoad) -> tuple[float, float]:
+        """Parameters, gradients and optimizer state; and what the optimizer's step needs beside them."""
+        held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
+        constants = (
+            activations.constant_bytes(self.model, self.dtypes, self.sequence_length) if load.layers else 0
+        )
+        parameters = held.padded * PRECISION_BYTES[self.dtypes.param]
+        state = parameters + self._sharded_bytes(load, held) + constants + SMALL_CHANGE_BYTES
+        return state, self._update_bytes(load, held)
 
     def _update_bytes(self, load: StageLoad, held: HeldValues) -> float:
         """Temporaries of the optimizer's step. That of all matrices at once makes one of each value, in fp32;

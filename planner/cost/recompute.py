@@ -16,7 +16,7 @@ import numpy.typing as npt
 from planner.catalogue import DeviceType
 from planner.cost.ladder import Rung, ladder
 from planner.cost.layer_flow import Recompute, recompute_of
-from planner.cost.memory import MemoryModel, StageLoad, StepBases, most_tensor_bytes
+from planner.cost.memory import MemoryModel, StageLoad, most_tensor_bytes
 from planner.cost.stages import StageCost
 from planner.operators import SUMMED_OPERATORS, layer_operators
 
@@ -37,6 +37,7 @@ class RecomputeModel:
     def __init__(self, cost: StageCost, memory: MemoryModel) -> None:
         self._cost, self._memory = cost, memory
         self._ladders: dict[tuple[str, int, int], tuple[Rung, ...]] = {}
+        self._around: dict[tuple[int, int, int, bool, bool, int], _Around] = {}
 
     def ladder(self, *, device_type: str, tp: int, rows: int) -> tuple[Rung, ...]:
         """The rungs of a replica's layers; the first is nothing, the last keeps only the layers' inputs."""
@@ -83,7 +84,10 @@ class RecomputeModel:
         rungs = self.ladder(device_type=device_type, tp=load.tp, rows=load.rows)
         saved = self._memory.rows_bytes(load.tp, load.rows).layer_saved
         device = self._cost.device_types[device_type]
-        room = _Room(self._memory, load, device, most_in_flight, slack=1.0 if relaxed else 0.5)
+        key = (load.tp, load.rows, load.layers, load.embedding, load.head, most_in_flight)
+        if key not in self._around:
+            self._around[key] = _Around(self._memory, load, most_in_flight)
+        room = _Room(self._memory, self._around[key], load, device, slack=1.0 if relaxed else 0.5)
         table = _relaxed(room, rungs, saved) if relaxed else _whole(room, rungs, saved)
         table[0] = np.inf
         return table
@@ -129,6 +133,24 @@ def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
     return recompute_of(counts)
 
 
+class _Around:
+    """What a stage holds beside its state and what its layers keep, by micro-batches in flight and layers: bytes that
+    depend neither on the device nor on ZeRO."""
+
+    def __init__(self, memory: MemoryModel, load: StageLoad, most_in_flight: int) -> None:
+        self.layers = np.arange(load.layers + 1, dtype=np.float64)
+        self.in_flight = np.arange(most_in_flight + 1, dtype=np.float64)[:, None]
+        self.once = np.maximum(self.in_flight, 1)
+        bases = [memory.step_bases(one) for one in _few_layers(load)]
+
+        def by_layers(name: str) -> FloatArray:
+            return _by_layers([float(getattr(base, name) or 0.0) for base in bases], load.layers)
+
+        self.bytes = self.in_flight * by_layers("in_flight") + by_layers("messages")
+        self.layer, self.head = by_layers("layer"), by_layers("head")
+        self.embedding = by_layers("embedding") - by_layers("embedding_kept") if load.embedding else None
+
+
 class _Room:
     """Bytes that the layers of a stage may keep of one micro-batch, by micro-batches in flight and layers.
 
@@ -137,27 +159,20 @@ class _Room:
     """
 
     def __init__(
-        self, memory: MemoryModel, load: StageLoad, device: DeviceType, most_in_flight: int, slack: float
+        self, memory: MemoryModel, around: _Around, load: StageLoad, device: DeviceType, slack: float
     ) -> None:
         """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting."""
-        self.layers = np.arange(load.layers + 1, dtype=np.float64)
-        self.in_flight = np.arange(most_in_flight + 1, dtype=np.float64)[:, None]
-        few = range(min(load.layers, 2) + 1)
-        bases = [memory.step_bases(replace(load, layers=count, recompute=())) for count in few]
-
-        def by_layers(name: str) -> FloatArray:
-            return _by_layers(bases, name, load.layers)
-
-        limit = (most_tensor_bytes(device) + slack) / memory.memory_scale
-        left = limit - by_layers("state")
-        around = left - self.in_flight * by_layers("in_flight") - by_layers("messages")
-        around[:, by_layers("update") > left] = -np.inf
-        self.once = np.maximum(self.in_flight, 1)
-        self.layer = (around - by_layers("layer")) / self.once
-        self.ends = (around - by_layers("head")) / self.once
-        if load.embedding:
+        self.layers, self.in_flight, self.once = around.layers, around.in_flight, around.once
+        known = [memory.state_bytes(one) for one in _few_layers(load)]
+        state, update = (_by_layers(list(line), load.layers) for line in zip(*known, strict=True))
+        left = (most_tensor_bytes(device) + slack) / memory.memory_scale - state
+        room = left - around.bytes
+        room[:, update > left] = -np.inf
+        self.layer = (room - around.layer) / self.once
+        self.ends = (room - around.head) / self.once
+        if around.embedding is not None:
             # The oldest micro-batch's layers are freed by then.
-            others = around - by_layers("embedding") + by_layers("embedding_kept")
+            others = room - around.embedding
             most = np.where(others < 0, -np.inf, others / np.maximum(self.in_flight - 1, _NONE))
             self.ends = np.minimum(self.ends, most)
 
@@ -166,16 +181,20 @@ class _Room:
         return np.minimum(self.ends, self.layer - given_up / self.once)
 
 
-def _by_layers(bases: Sequence[StepBases], name: str, layers: int) -> FloatArray:
-    """One of the figures for every number of layers, of those with 0, 1 and 2; 0 where the stage has no such part.
+def _few_layers(load: StageLoad) -> list[StageLoad]:
+    """The stage with 0, 1 and 2 layers, as far as it has them."""
+    return [replace(load, layers=count, recompute=()) for count in range(min(load.layers, 2) + 1)]
 
-    Layers are alike, so each beyond the first adds as much as the second.
-    """
-    known = [float(getattr(base, name) or 0.0) for base in bases]
+
+def _by_layers(known: list[float], layers: int) -> FloatArray:
+    """A figure for every number of layers, of those with 0, 1 and 2: layers are alike, so each beyond the first adds
+    as much as the second."""
     if layers < 3:
         return np.array(known)
     none, one, two = known
-    return np.append(none, one + (two - one) * np.arange(layers))
+    found = one + (two - one) * np.arange(-1.0, layers)
+    found[0] = none
+    return found
 
 
 # Divides what is left by no micro-batch at all: there is room for any.

@@ -151,6 +151,11 @@ class Part:
                     # One micro-batch in flight holds the model on the fewest devices.
                     if float(self._variant(index, 1).costs[which].min()) - ended > most_loss:
                         continue
+                    if in_flight > 1 and not self._every:
+                        # Most have too few micro-batches for their stages even if these held but one in flight.
+                        loosest = self._group(self._variant(index, 1), stages, micro_batches, 1e-9)
+                        if (loosest.seconds(self.prices.per_pipeline) >= self.upper).all():
+                            continue
                     variant = self._variant(index, in_flight)
                     loss = max(float(variant.costs[which].min()) - ended, -1e30)
                     if least_loss < loss <= most_loss and len(variant.cells):
@@ -173,7 +178,7 @@ class Part:
             self._tick()
             table = self._tables[index]
             few = with_in_flight(table, in_flight) if in_flight else table
-            self._variants[key] = Variant.of(few, self.prices, self.upper)
+            self._variants[key] = Variant.of(few, self.prices, self.budget, self.upper)
         return self._variants[key]
 
 
@@ -192,15 +197,19 @@ class Variant:
     costs: FloatArray
 
     @classmethod
-    def of(cls, table: StageTable, prices: DevicePrices, upper: float) -> Variant:
-        held = Intervals.of(table).below(upper, prices)
+    def of(cls, table: StageTable, prices: DevicePrices, budget: Budget, upper: float) -> Variant:
+        held = Intervals.of(table).below(upper, prices).affordable(prices, budget)
+        ranking = Ranking(table, table.cost(prices.per_device))
         # At an endless pace seconds cost nothing.
-        free = PricedChains(table, prices.per_device, paces=np.array([1e30]), limits=np.array([np.inf]))
-        values = held.priced(prices, below=upper).values if held.low.size else np.zeros((0, table.max_stages))
+        free = PricedChains(
+            table, prices.per_device, paces=np.array([1e30]), limits=np.array([np.inf]), ranking=ranking
+        )
+        values = np.zeros((0, table.max_stages))
+        if held.low.size:
+            values = held.priced(prices, below=upper, ranking=ranking).values
         useful = np.isfinite(values).any(axis=1)
         count = int(useful.sum())
         cells = Cells(held.low[useful], held.high[useful], np.zeros(count), np.full(count, np.inf))
-        ranking = Ranking(table, table.cost(prices.per_device))
         return cls(table, ranking, cells, values[useful], free.values[0] + prices.per_pipeline)
 
 

@@ -61,6 +61,7 @@ class _SinglePipeline:
         self._devices = float(prices.per_device @ np.array(budget.counts))
         few = with_in_flight(table, self._micro_batches)
         held = Intervals.of(few, ratio=_RATIO)
+        held = held.affordable(prices, budget)
         near = held.low * max(1, self._micro_batches) <= upper
         low, high = held.low[near], held.high[near]
         self.groups: list[_Cell] = []
@@ -68,10 +69,12 @@ class _SinglePipeline:
             return
         # What ends no sooner than the upper bound need not be known.
         enough = (upper / low - (self._micro_batches - 1)) * self._size + self._devices
-        values = PricedChains(few, prices.per_device, paces=low, limits=high, enough=enough).values
+        ranking = Ranking(few, few.cost(prices.per_device))
+        values = PricedChains(
+            few, prices.per_device, paces=low, limits=high, enough=enough, ranking=ranking
+        ).values
         least = np.zeros(few.max_stages) if box is None else _least_periods(few, box, low, high)
         cells = Cells(low, high, np.zeros(len(low)), np.full(len(low), np.inf))
-        ranking = Ranking(few, few.cost(prices.per_device))
         for fewest, most in stage_groups(few.max_stages):
             which = slice(fewest - 1, most)
             group = Group(few, ranking, (fewest, most), cells, values[:, which], np.inf, 1e-9)

@@ -14,6 +14,7 @@ from planner.search.exact.make_table import TableMaker, stage_values
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable, joined, without_dominated
 from planner.search.exact.surroundings import Surroundings
+from planner.search.exact.zero import Zero
 
 
 def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Iterator[StageTable]:
@@ -26,17 +27,21 @@ def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Itera
         table = without_dominated(joined([maker.table(choices, micro_batch_size=size) for maker in makers]))
         covers = find_covers(makers[0].cost, makers[0].pool, micro_batch_size=size)
         if covers:
-            table = _with_covers(table, covers, makers)
+            table = _with_covers(table, covers, makers, max(sizes))
         if table.usable:
             yield table
 
 
-def _with_covers(table: StageTable, covers: Sequence[Cover], makers: Sequence[TableMaker]) -> StageTable:
+def _with_covers(
+    table: StageTable, covers: Sequence[Cover], makers: Sequence[TableMaker], size: int
+) -> StageTable:
+    """`size` is the largest micro-batch."""
     maker = makers[0]
     seconds = np.array([[_line(cover, maker, role) for cover in covers] for role in Role])
     receive = [[_receive(cover, maker.surroundings, role) for cover in covers] for role in Role]
-    replay = np.array([[_replay(cover, makers, role) for cover in covers] for role in Role])
-    gradient, update = _after(covers, makers)
+    replay = np.array([[_replay(cover, makers, role, size) for cover in covers] for role in Role])
+    gradient, update, gathered = _after(covers, makers)
+    holders = [min(m.zero.holders(cover.fewest_replicas) for m in makers) for cover in covers]
     return replace(
         table,
         covers=tuple(covers),
@@ -45,9 +50,12 @@ def _with_covers(table: StageTable, covers: Sequence[Cover], makers: Sequence[Ta
         receive=np.concatenate([table.receive, np.array(receive)], axis=1),
         replay=np.concatenate([table.replay, replay], axis=1),
         gradient_bytes=np.concatenate([table.gradient_bytes, gradient], axis=1),
-        holders=np.concatenate([table.holders, [min(m.zero.holders(2) for m in makers)] * len(covers)]),
+        holders=np.concatenate([table.holders, holders]),
         update=np.concatenate([table.update, update], axis=1),
+        gathered_bytes=np.concatenate([table.gathered_bytes, gathered], axis=1),
+        last=np.concatenate([table.last, update], axis=1),
         after=np.concatenate([table.after, update], axis=1),
+        tail=np.concatenate([table.tail, update], axis=1),
     )
 
 
@@ -62,16 +70,18 @@ def _receive(cover: Cover, surroundings: Surroundings, role: Role) -> float:
     return surroundings.receive_seconds(choice, sides=role.sides)
 
 
-def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role) -> FloatArray:
-    """The slowest replica's own, under the kindest ZeRO stage; and one other with few rows must fit too."""
+def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role, size: int) -> FloatArray:
+    """The slowest replica's own, under the kindest ZeRO stage; and one other with few rows must fit too.
+
+    Optimizer state takes no memory, and gradients are shared by as many as the largest micro-batch `size` has rows:
+    so what a replica recomputes is the same for all covers.
+    """
     found = []
     for maker in makers:
-        dp = cover.size
+        zero = Zero(maker.zero.stage, pipelines=2, most=True)
 
-        def of(kind: int, rows: int, maker: TableMaker = maker, dp: int = dp) -> FloatArray:
-            return maker.replays.of(
-                kind, cover.tp, rows, role, dp=dp, micro_batch_size=cover.size, zero=maker.zero
-            )
+        def of(kind: int, rows: int, maker: TableMaker = maker, zero: Zero = zero) -> FloatArray:
+            return maker.replays.of(kind, cover.tp, rows, role, dp=size, micro_batch_size=size, zero=zero)
 
         others = [np.isfinite(of(kind, cover.fewest[kind])) for kind in cover.others]
         found.append(np.where(np.any(others, axis=0), of(cover.kind, cover.own), np.inf))
@@ -79,15 +89,18 @@ def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role) -> FloatArra
     return least
 
 
-def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, FloatArray]:
-    """Bytes of gradients, and seconds of the optimizer on the quickest kind, each under the kindest ZeRO stage:
-    [role, cover, layers]. A cover has as many replicas as rows at most."""
+def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, ...]:
+    """Bytes of gradients, seconds of the optimizer on the quickest kind, and bytes gathered, each under the kindest
+    ZeRO stage: [role, cover, layers]. A cover has as many replicas as rows at most."""
     cost, pool = makers[0].cost, makers[0].pool
     streaming = min(
         cost.profile.streaming_seconds(device_type=kind.type, moved_bytes=1.0) for kind in pool.kinds
     )
     moved = update_bytes_per_value(cost.dtypes) * streaming
-    values = np.array([[stage_values(cost, cover.tp, role) for cover in covers] for role in Role])
+    values, reduced = (
+        np.array([[stage_values(cost, cover.tp, role, copies=copies) for cover in covers] for role in Role])
+        for copies in (True, False)
+    )
     wire = [min(m.zero.gradient_bytes_per_value(cost.dtypes, dp=c.size) for m in makers) for c in covers]
     ways = [
         [
@@ -96,4 +109,5 @@ def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[Float
         ]
         for role in Role
     ]
-    return values * np.array(wire)[:, None], values * moved / np.array(ways)[..., None]
+    gathered = min(m.zero.gathered_bytes_per_value(cost.dtypes)[0] for m in makers)
+    return reduced * np.array(wire)[:, None], values * moved / np.array(ways)[..., None], reduced * gathered

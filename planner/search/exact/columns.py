@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,18 +58,26 @@ class Box:
         return found
 
 
-def least_periods(table: StageTable, box: Box, *, periods: FloatArray, max_stages: int) -> IntArray:
+def least_periods(
+    table: StageTable,
+    box: Box,
+    *,
+    periods: FloatArray,
+    max_stages: int,
+    wanted: Collection[int] | None = None,
+) -> IntArray:
     """Index of the first period at which S stages on exactly c devices hold the model: [S - 1, *c].
 
-    `len(periods)` where none does.
+    `len(periods)` where none does, and for numbers of stages that are not `wanted` (None: all are).
     """
     steps = box.steps(table)
     index = np.full((max_stages, *box.shape), len(periods), dtype=np.int64)
     held: Layers | None = None
     for position in range(1, max_stages + 1):
-        closing = Role.SINGLE if position == 1 else Role.FIRST
-        covered = _extend(steps, periods, table, closing, position, held, box) >= table.layers
-        index[position - 1] = np.where(covered.any(axis=0), covered.argmax(axis=0), len(periods))
+        if wanted is None or position in wanted:
+            closing = Role.SINGLE if position == 1 else Role.FIRST
+            covered = _extend(steps, periods, table, closing, position, held, box) >= table.layers
+            index[position - 1] = np.where(covered.any(axis=0), covered.argmax(axis=0), len(periods))
         if position == max_stages:
             break
         behind = Role.LAST if position == 1 else Role.MIDDLE

@@ -30,8 +30,12 @@ _PERIOD_RATIO = 1.01
 _MOST_PERIODS = 48
 _ITEMS = 150
 _MAKING_ROUNDS = 20
-# Count vectors of a single pipeline that are tried beside the best.
-_ALONE = 4
+# Equal parts of the cluster that are tried.
+_MOST_COPIES = 8
+# Of the samples, by the price of its devices, the most of one pipeline among several.
+_PART = 0.7
+# Shapes and count vectors of a single pipeline that are tried.
+_ALONE = 12
 _CLOSE = 1.001
 # Stages' seconds add up to a little less than as many periods.
 _FULL = 0.9
@@ -58,6 +62,14 @@ class Shape:
             rounds = np.floor((seconds - self.fill[cells]) / period) + 1
         samples: FloatArray = np.where(np.isfinite(period) & (rounds >= 1), rounds, 0.0)
         return samples * self.table.micro_batch_size
+
+    def ends(self, samples: int) -> FloatArray:
+        """When a single pipeline ends so many samples, by cell; infinite where it cannot."""
+        rounds = -(-samples // self.table.micro_batch_size) - 1
+        found = np.full(len(self.period), np.inf)
+        can = np.isfinite(self.period)
+        found[can] = self.fill[can] + self.period[can] * rounds
+        return found
 
 
 @dataclass
@@ -94,14 +106,17 @@ class Columns:
             (-float(shape.samples_within(seconds, np.array([cell]))[0]), index)
             for index, shape in enumerate(self.shapes)
         )
-        chains: list[Chain] = []
+        shapes = [self.shapes[index] for worth, index in order if worth < 0][: self.shapes_made]
+        self.made[cell] = [chain for shape in shapes for chain in self.chains(shape, cell, seconds)]
+
+    def chains(self, shape: Shape, cell: int, seconds: float) -> list[Chain]:
+        """Real chains of a shape on the devices of a cell, for as many samples as they end within `seconds`."""
         vector = tuple(int(n) for n in self.vectors[cell])
-        for shape in [self.shapes[index] for worth, index in order if worth < 0][: self.shapes_made]:
-            settler = self.settlers[shape.table.micro_batch_size]
-            for chain in _chains_of(shape, Box(vector, self.box.unit), float(shape.period[cell])):
-                micro_batches = chain.pace.micro_batches(chain.pace.samples_within(seconds))
-                chains.append(settler.settled(chain, max(1, micro_batches)))
-        self.made[cell] = chains
+        settler, found = self.settlers[shape.table.micro_batch_size], []
+        for chain in _chains_of(shape, Box(vector, self.box.unit), float(shape.period[cell])):
+            micro_batches = chain.pace.micro_batches(chain.pace.samples_within(seconds))
+            found.append(settler.settled(chain, max(1, micro_batches)))
+        return found
 
 
 def make_columns(
@@ -111,20 +126,24 @@ def make_columns(
     settlers: Mapping[int, Settler],
     *,
     every: bool,
+    goal: float = np.inf,
 ) -> Columns:
-    """Columns for the shapes that are promising at these prices; for `every` shape if asked."""
+    """Columns for the shapes that are promising at these prices, and may end the batch before `goal`; for `every`
+    shape if asked."""
     vectors = box.vectors()
     worth = vectors @ prices.per_device
     shapes: list[Shape] = []
     for held in intervals:
         periods = _periods(held)
-        limit = np.inf if every else prices.seconds * _SHAPE_SLACK
+        limit = np.inf if every else min(prices.seconds * _SHAPE_SLACK, goal)
         priced = Intervals(held.table, periods, periods).priced(prices, below=limit)
         good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
         if good.size == 0:
             continue
         most = int(good.max()) + 1
-        index = least_periods(held.table, box, periods=periods, max_stages=most).reshape(most, -1)
+        index = least_periods(
+            held.table, box, periods=periods, max_stages=most, wanted={int(s) + 1 for s in good}
+        ).reshape(most, -1)
         shapes += [_shape(held.table, int(s) + 1, periods, index[s], priced, worth) for s in good]
     return Columns(box, vectors, [shape for shape in shapes if np.isfinite(shape.period).any()], settlers)
 
@@ -191,13 +210,8 @@ def _trimmed(table: StageTable, specs: list[tuple[int, int]]) -> list[tuple[int,
 
 
 def _exact_period(shape: Shape, box: Box, period: float) -> float:
-    """The least period, among the seconds of the table's stages a little below the grid's."""
-    seconds = shape.table.seconds_between(period / shape.ratio**2, period, stages=shape.stages)
-    if seconds.size > _MOST_PERIODS:
-        seconds = seconds[np.linspace(0, seconds.size - 1, _MOST_PERIODS).astype(int)]
-    candidates = seconds * (1 + 1e-12)
-    if candidates.size == 0:
-        return period
+    """The least period a little below the grid's, nearly."""
+    candidates = np.geomspace(period / shape.ratio**2, period, _MOST_PERIODS)
     at = first_period(shape.table, box, stages=shape.stages, periods=candidates)
     return period if at is None else float(candidates[at])
 
@@ -210,38 +224,56 @@ class Combiner:
     prices: DevicePrices
     budget: Budget
     taken: Sequence[Chain] = ()
+    parts: bool = False
+    """Whether no pipeline may be worth nearly all devices, where single pipelines are searched apart."""
 
     def sets(self, *, most: int, others: bool) -> Iterator[list[Chain]]:
         """Sets that end soonest, for any number of pipelines and then for each up to `most`; with `others`,
         also those without one of the count vectors of a set before."""
+        if self.budget.pipelines == 1:
+            yield from self._alone()
+            return
+        if not self.taken:
+            yield from self._copies()
         best = self._least(self.budget.pipelines)
         if best is None:
             return
         yield self._chains(*best)
         found = [best]
         # Among many devices a single pipeline is another search's: it shares its gradients with none.
-        fewest = 1 if others or self.budget.pipelines == 1 else 2
+        fewest = 2 if self.parts else 1
         for pipelines in range(fewest, min(most, self.budget.pipelines) + 1):
             if pipelines != len(best[1]) and (one := self._least(pipelines)) is not None:
                 found.append(one)
                 yield self._chains(*one)
-        if self.budget.pipelines == 1:
-            yield from self._alone(best[0])
         if others:
             found.sort(key=lambda one: one[0])
             for cell in dict.fromkeys(cell for _, cells in found[:2] for cell in cells):
                 if (one := self._least(self.budget.pipelines, without=cell)) is not None:
                     yield self._chains(*one)
 
-    def _alone(self, seconds: float) -> Iterator[list[Chain]]:
-        """Single pipelines of the count vectors that promise most."""
-        order = np.argsort(-self.columns.values(seconds), kind="stable")[:_ALONE]
-        # The last one has all devices.
-        cells = list(dict.fromkeys([*map(int, order), len(self.columns.vectors) - 1]))
-        self._make(cells, seconds)
-        for cell in cells:
-            if self.columns.made[cell]:
-                yield [self.columns.best(cell, seconds)]
+    def _alone(self) -> Iterator[list[Chain]]:
+        """Single pipelines, those that promise to end soonest first, until none can be better than the best."""
+        columns, best = self.columns, np.inf
+        ends = np.array([shape.ends(self.budget.samples) for shape in columns.shapes])
+        for index in np.argsort(ends, axis=None, kind="stable")[:_ALONE]:
+            number, cell = np.unravel_index(int(index), ends.shape)
+            if ends[number, cell] >= best:
+                break
+            for chain in columns.chains(columns.shapes[number], int(cell), self.prices.seconds):
+                micro_batches = chain.pace.micro_batches(self.budget.samples)
+                best = min(best, chain.pace.end_seconds(micro_batches))
+                yield [chain]
+
+    def _copies(self) -> Iterator[list[Chain]]:
+        """The cluster in equal parts, as many pipelines alike."""
+        columns, shape = self.columns, self.columns.box.shape
+        for copies in range(2, min(_MOST_COPIES, self.budget.pipelines) + 1):
+            units = [count // copies // columns.box.unit for count in self.budget.counts]
+            cell = int(np.ravel_multi_index(units, shape))
+            self._make([cell], self.prices.seconds)
+            for chain in columns.made[cell]:
+                yield [chain] * copies
 
     def _chains(self, seconds: float, cells: Sequence[int]) -> list[Chain]:
         return [self.columns.best(cell, seconds) for cell in cells]
@@ -251,6 +283,8 @@ class Combiner:
         do."""
         seconds = self.prices.seconds
         allowed = np.ones(len(self.columns.vectors), dtype=bool)
+        if self.parts:
+            allowed = self.columns.vectors @ self.prices.per_device <= _PART * self.budget.samples
         if without is not None:
             allowed[without] = False
         for _ in range(_MAKING_ROUNDS):

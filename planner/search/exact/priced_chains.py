@@ -40,11 +40,13 @@ class PricedChains:
         limits: FloatArray,
         each: float = 0.0,
         enough: FloatArray | None = None,
+        ranking: Ranking | None = None,
     ) -> None:
+        """`ranking` is that of the table at these prices, if there is one already."""
         self.table = table
         self.paces = paces
         self.each = each
-        self._weights = _Weights(table, prices, paces, limits)
+        self._weights = _Weights(ranking or Ranking(table, table.cost(prices)), paces, limits)
         self.values = np.full((len(paces), table.max_stages), np.inf)
         self.known = table.max_stages
         # What the stages behind cost, and the row of each cell.
@@ -67,6 +69,8 @@ class PricedChains:
             ahead += np.minimum(self._weights.least_layer(), _MUCH)[:, None] * np.arange(layers, -1, -1)
         self.values[:, 0] = self._weights.of(Role.SINGLE, 1)[:, layers]
         held, cells = self._weights.of(Role.LAST, 1), np.arange(len(self.paces))
+        # Bounds of what a first stage costs: what it costs at an earlier position.
+        first = np.zeros((len(self.paces), layers + 1))
         for position in range(2, last + 1):
             # What more stages cost only grows, so a cell whose every state costs enough is done.
             least = (held + ahead[cells]).min(axis=1)
@@ -80,10 +84,21 @@ class PricedChains:
             rows = np.full(len(self.paces), -1)
             rows[cells] = np.arange(len(cells))
             self._held.append((held, rows))
-            first = self._weights.of(Role.FIRST, position, cells)
-            self.values[cells, position - 1] = (held[:, ::-1] + first).min(axis=1)
+            self.values[cells, position - 1] = self._closed(position, held, cells, first, enough)
             if position < last:
                 held = join(held, self._weights.of(Role.MIDDLE, position, cells))
+
+    def _closed(
+        self, position: int, held: FloatArray, cells: IntArray, first: FloatArray, enough: FloatArray | None
+    ) -> FloatArray:
+        """Values by cell with the first stage at this position; what is no less than `enough` need not be exact."""
+        behind = held[:, ::-1]
+        values: FloatArray = (behind + first[cells]).min(axis=1)
+        near = np.arange(len(cells)) if enough is None else np.flatnonzero(values < enough[cells])
+        if near.size:
+            first[cells[near]] = self._weights.of(Role.FIRST, position, cells[near])
+            values[near] = (behind[near] + first[cells[near]]).min(axis=1)
+        return values
 
     def trace(self, cell: int, stages: int) -> Chain:
         """The chain that reaches a finite value."""
@@ -91,13 +106,17 @@ class PricedChains:
         left = self.table.layers
         for position in range(stages, 0, -1):
             role = role_of(position=position, stages=stages)
-            weights = self._weights.of(role, position, np.array([cell]))[0]
+            every, choices = self._weights.choices(role, position, np.array([cell]))
+            weights = np.full(left + 1, np.inf)
+            size = min(left + 1, every.shape[2])
+            weights[:size] = every[:, 0, :size].min(axis=0)
             taken = left
             if position > 1:
                 held, rows = self._held[position - 2]
                 behind = held[rows[cell]]
-                taken = int(np.argmin(behind[left::-1] + weights[: left + 1]))
-            found.append((self._weights.choice(role, position, cell, taken), taken))
+                taken = int(np.argmin(behind[left::-1] + weights))
+            # Of equal ones that of the cheapest devices.
+            found.append((int(choices[every[:, 0, taken].argmin(), taken]), taken))
             left -= taken
         return make_chain(self.table, found)
 
@@ -117,14 +136,15 @@ def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limit
     rate = table.micro_batch_size / paces
     layers = np.arange(1, table.layers + 1)
     best = np.full(len(paces), np.inf)
-    for role in Role:
-        seconds = table.least[role, :, 1:]
-        each_layer, price = seconds / layers, cost[:, None] / layers
-        for start in range(0, len(paces), _CHUNK):
-            cells = slice(start, start + _CHUNK)
-            sums = each_layer[:, None] * rate[cells, None] + price[:, None]
-            sums[seconds[:, None] > limits[cells, None]] = np.inf
-            best[cells] = np.minimum(best[cells], sums.min(axis=(0, 2), initial=np.inf))
+    seconds = table.least[:, :, 1:].min(axis=0)
+    fits = np.isfinite(seconds)
+    price = np.where(fits, cost[:, None] / layers, np.inf)
+    each_layer = np.where(fits, seconds, 0.0) / layers
+    for start in range(0, len(paces), _CHUNK):
+        cells = slice(start, start + _CHUNK)
+        sums = each_layer[:, None] * rate[cells, None] + price[:, None]
+        sums[seconds[:, None] > limits[cells, None]] = np.inf
+        best[cells] = sums.min(axis=(0, 2), initial=np.inf)
     return best
 
 
@@ -141,20 +161,19 @@ def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
 class _Weights:
     """What a stage of a cell costs, by layers, the best choice taken."""
 
-    def __init__(self, table: StageTable, prices: FloatArray, paces: FloatArray, limits: FloatArray) -> None:
-        self._table = table
-        self._cost = table.cost(prices)
+    def __init__(self, ranking: Ranking, paces: FloatArray, limits: FloatArray) -> None:
+        self._ranking, self._table = ranking, ranking.table
+        table = ranking.table
         self._rate = table.micro_batch_size / paces
         self._paces, self._limits = paces, limits
         # No cell has room for more layers than this.
         within = (table.least <= limits.max(initial=0.0)).any(axis=(0, 1))
         self.most = int(np.flatnonzero(within).max(initial=0))
-        self._ranking = Ranking(table, self._cost)
         self._known: dict[tuple[Role, int], FloatArray] = {}
 
     def least_layer(self) -> FloatArray:
         """By cell, infinite where no stage holds any."""
-        return least_layer(self._table, self._cost, paces=self._paces, limits=self._limits)
+        return least_layer(self._table, self._ranking.cost, paces=self._paces, limits=self._limits)
 
     def of(self, role: Role, position: int, cells: IntArray | None = None) -> FloatArray:
         """[cell, layers], of some cells or all; infinite where no choice fits in memory and within the limit."""
@@ -170,19 +189,16 @@ class _Weights:
 
     def _least(self, role: Role, position: int, cells: IntArray) -> FloatArray:
         found = np.full((len(cells), self._table.layers + 1), np.inf)
-        weights, _ = self._choices(role, position, cells)
+        weights, _ = self.choices(role, position, cells)
         weights.min(axis=0, initial=np.inf, out=found[:, : self.most + 1])
         return found
 
-    def choice(self, role: Role, position: int, cell: int, layers: int) -> int:
-        """The first choice, of the cheapest devices, that reaches the weight."""
-        weights, choices = self._choices(role, position, np.array([cell]))
-        return int(choices[np.argmin(weights[:, 0, layers]), layers])
-
-    def _choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
+    def choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
         """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
-        ranked = self._ranking.of(role, position, upto=self.most + 1, by_after=role.embedding)
+        ranked = self._ranking.of(
+            role, position, upto=self.most + 1, by="after" if role.embedding else "seconds"
+        )
         spent = ranked.seconds + ranked.after if role.embedding else ranked.seconds
         weights: FloatArray = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
-        weights[ranked.seconds[:, None] > self._limits[cells, None]] = np.inf
+        np.putmask(weights, ranked.seconds[:, None] > self._limits[cells, None], np.inf)
         return weights, ranked.choices

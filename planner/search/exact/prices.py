@@ -15,18 +15,29 @@ import numpy.typing as npt
 from planner.search.exact.chains import Chain, make_chain
 from planner.search.exact.linear_program import LinearSolution, linear_program
 from planner.search.exact.pool import Vector
-from planner.search.exact.priced_chains import PricedChains, least_seconds
+from planner.search.exact.priced_chains import PricedChains, least_layer, least_seconds
+from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable
 
 # Ratio between the ends of an interval of periods: at first, and where no further cut pays.
-COARSE, FINE = 1.07, 1.004
+COARSE, FINE = 1.07, 1.005
+# An interval is cut in so many.
+_PARTS = 4
 # Intervals whose best chain ends this much later than the linear program's time are not looked at again.
 _NEAR = 1.04
 # In the first rounds prices are rough.
 _ROUGH, _ROUGH_ROUNDS = 1.1, 2
+# Of the first chains, those by this share later than the best are of no use.
+_FIRST = 0.2
+# Intervals that are looked at before all others, to know what that is.
+_GUIDES = 4
+# Rounds in a row that gain less than this share, after which no more follow.
+_LITTLE, _IDLE = 1e-5, 2
+# By how much fractions of chains may then still be quicker than those known.
+_CONVERGED = 1e-3
 # Intervals of a table whose chains are added, or that are cut, in one round: the lowest.
-_MOST_CELLS = 16
+_MOST_CELLS = 10
 
 
 @dataclass(frozen=True)
@@ -114,18 +125,47 @@ class Intervals:
         edges = _period_edges(table, ratio)
         return cls(table, edges[:-1], edges[1:])
 
-    def below(self, seconds: float, prices: DevicePrices) -> Intervals:
-        """Without those whose best chain is known to end what it costs no sooner than that."""
-        least = least_seconds(
+    def least(self, prices: DevicePrices) -> FloatArray:
+        """No chain of an interval ends what it costs sooner."""
+        return least_seconds(
             self.table,
             self.table.cost(prices.per_device),
             paces=self.low,
             limits=self.high,
             each=prices.per_pipeline,
         )
-        return Intervals(self.table, self.low[least < seconds], self.high[least < seconds])
 
-    def priced(self, prices: DevicePrices, *, below: float = np.inf) -> PricedChains:
+    def below(self, seconds: float, prices: DevicePrices) -> Intervals:
+        """Without those whose best chain is known to end what it costs no sooner than that."""
+        return self._kept(self.least(prices) < seconds)
+
+    def affordable(self, prices: DevicePrices, budget: Budget) -> Intervals:
+        """Without those whose every chain takes more than all devices of the budget."""
+        counts, kept = np.array(budget.counts), np.ones(len(self.low), dtype=bool)
+        # What holds at the prices holds at any others too.
+        for tilt in (np.ones(len(counts)), *(1 + np.eye(len(counts)))):
+            price = prices.per_device * tilt
+            layer = least_layer(
+                # At an endless pace seconds cost nothing.
+                self.table,
+                self.table.cost(price),
+                paces=np.full(len(self.low), np.inf),
+                limits=self.high,
+            )
+            kept &= layer * self.table.layers <= float(price @ counts) * (1 + 1e-9)
+        return self._kept(kept)
+
+    def _kept(self, which: npt.NDArray[np.bool_]) -> Intervals:
+        return Intervals(self.table, self.low[which], self.high[which])
+
+    def lowest(self, most: int, prices: DevicePrices) -> Intervals:
+        """So many of them at most, the most promising."""
+        which = np.sort(np.argsort(self.least(prices), kind="stable")[:most])
+        return Intervals(self.table, self.low[which], self.high[which])
+
+    def priced(
+        self, prices: DevicePrices, *, below: float = np.inf, ranking: Ranking | None = None
+    ) -> PricedChains:
         """The best chains; those that end what they cost no sooner than `below` need not be known."""
         enough = self.table.micro_batch_size * (below / self.low + 1) - prices.per_pipeline
         return PricedChains(
@@ -135,25 +175,28 @@ class Intervals:
             limits=self.high,
             each=prices.per_pipeline,
             enough=enough if np.isfinite(below) else None,
+            ranking=ranking,
         )
 
     def kept(self, which: npt.NDArray[np.bool_], split: npt.NDArray[np.bool_]) -> Intervals:
-        """Some of the intervals, some of these cut in two."""
+        """Some of the intervals, some of these cut in `_PARTS`."""
         whole, cut = which & ~split, which & split
-        middle = np.sqrt(self.low[cut] * self.high[cut])
-        low = np.concatenate([self.low[whole], self.low[cut], middle])
-        high = np.concatenate([self.high[whole], middle, self.high[cut]])
+        edges = np.geomspace(self.low[cut], self.high[cut], _PARTS + 1)
+        low = np.concatenate([self.low[whole], edges[:-1].ravel()])
+        high = np.concatenate([self.high[whole], edges[1:].ravel()])
         order = np.argsort(low, kind="stable")
         return Intervals(self.table, low[order], high[order])
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Prices, the chains seen on the way, and intervals that may hold chains worth more than their devices."""
+    """Prices, the chains seen on the way, and intervals that may hold chains worth more than their devices, with the
+    time of the best chain of each table."""
 
     prices: DevicePrices
     pool: ChainPool
     intervals: list[Intervals]
+    best: list[float]
 
 
 def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
@@ -162,8 +205,17 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
     guess = first_prices(tables, budget)
     for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)))):
         prices = DevicePrices(0.0, guess * tilt, 0.0, np.empty(0))
-        for table in tables:
-            _add_best(Intervals.of(table, ratio=COARSE**2).priced(prices), pool, below=np.inf)
+        limit = np.inf
+        # The most promising first: what is far above its chains need not be known of the others.
+        whole = [Intervals.of(table, ratio=COARSE**2) for table in tables]
+        whole.sort(key=lambda held: float(held.least(prices).min(initial=np.inf)))
+        for held in [*(held.lowest(_GUIDES, prices) for held in whole[:1]), *whole]:
+            near = held.below(limit, prices).affordable(prices, budget)
+            if near.low.size:
+                priced = near.priced(prices, below=limit)
+                best = float(priced.seconds.min(initial=np.inf))
+                limit = min(limit, best + _FIRST * abs(best))
+                _add_best(priced, pool, below=limit)
     return pool
 
 
@@ -185,41 +237,46 @@ def find_prices(
     idle = 0
     for number in range(rounds):
         near = _ROUGH if number < _ROUGH_ROUNDS else _NEAR
+        limit = min(prices.seconds * near, goal * _NEAR)
         best, new, nearer = np.inf, 0, []
         for whole in intervals:
             tick()
-            held = whole.below(prices.seconds * near, prices)
+            held = whole.below(limit, prices).affordable(prices, budget)
             if not held.low.size:
                 continue
-            priced = held.priced(prices, below=prices.seconds * near)
+            priced = held.priced(prices, below=limit)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
-            new += _add_best(priced, pool, below=prices.seconds)
+            new += _add_best(priced, pool, below=min(prices.seconds, limit))
             split = (least < prices.seconds) & (held.high / held.low > FINE)
             split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
-            nearer.append(held.kept(least < prices.seconds * near, split))
+            nearer.append(held.kept(least < limit, split))
         intervals = [held for held in nearer if held.low.size]
-        if min(best, prices.seconds * near) >= goal:
+        if min(best, limit) >= goal:
             return None
-        idle = 0 if new else idle + 1
-        if idle == 2 or best >= prices.seconds * (1 - close):
-            break
+        before = prices.seconds
         if new:
             prices = solve_prices(pool, budget, guess=guess)
-    if prices.seconds * (1 - close) >= goal:
+        idle = 0 if prices.seconds < before * (1 - _LITTLE) else idle + 1
+        if idle == _IDLE or best >= prices.seconds * (1 - close):
+            break
+    if prices.seconds * (1 - (_CONVERGED if idle == _IDLE else close)) >= goal:
         return None
-    return Priced(prices, pool, list(_promising(tables, prices)))
+    found = list(_promising(tables, prices, budget, min(prices.seconds * _ROUGH, goal * _NEAR)))
+    return Priced(prices, pool, [held for held, _ in found], [best for _, best in found])
 
 
-def _promising(tables: Sequence[StageTable], prices: DevicePrices) -> Iterator[Intervals]:
-    """Wide intervals: whole pipelines may be far from fractions of the best."""
+def _promising(
+    tables: Sequence[StageTable], prices: DevicePrices, budget: Budget, limit: float
+) -> Iterator[tuple[Intervals, float]]:
+    """Wide intervals, since whole pipelines may be far from fractions of the best, and the time of the best chain."""
     for table in tables:
-        held = Intervals.of(table).below(prices.seconds * _ROUGH, prices)
+        held = Intervals.of(table).below(limit, prices).affordable(prices, budget)
         if held.low.size:
-            least = held.priced(prices, below=prices.seconds * _ROUGH).seconds.min(axis=1, initial=np.inf)
-            near = least < prices.seconds * _ROUGH
+            least = held.priced(prices, below=limit).seconds.min(axis=1, initial=np.inf)
+            near = least < limit
             if near.any():
-                yield held.kept(near, np.zeros_like(near))
+                yield held.kept(near, np.zeros_like(near)), float(least.min())
 
 
 def first_prices(tables: Sequence[StageTable], budget: Budget) -> FloatArray:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -54,16 +54,16 @@ _ROUNDS = 8
 # Of solutions this close the first is kept, that of the lower ZeRO stage.
 _TIE = 1e-6
 _CLOSE = 3e-3
+# Pipelines may end so much later than the best plan, by the tables, and still be looked at.
+_BEYOND = 1.02
 # Micro-batch sizes of which columns are made, those whose chains price best.
-_SIZES = 3
-# Beyond this many times the priced time, chains need not be told apart.
-_FAR = 1.1
+_SIZES = 4
 _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 # Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
-_MANY_SETS_DEVICES = 32
+_MANY_SETS_DEVICES = 64
 # Beyond so many, fewer shapes of a column are worked out and fewer sets of pipelines are priced.
 _MANY_DEVICES = 32
-_PRICED_SETS = 3
+_PRICED_SETS = 5
 # Plans that are refined.
 _REFINED = 2
 
@@ -94,6 +94,20 @@ class Solution:
             return replace(found, per_device=_by_type(found.per_device, self.pool, pool))
 
         return prices
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Sets of pipelines for one assumption of how many share a gradient, each with the time that it takes by the
+    tables alone."""
+
+    pool: Pool
+    tables: Sequence[StageTable]
+    priced: Priced
+    budget: Budget
+    assembler: Assembler
+    settlers: dict[int, Settler]
+    sets: list[tuple[float, list[Chain]]] = field(default_factory=list)
 
 
 def _quiet(message: str) -> None:
@@ -128,10 +142,12 @@ class ExactSolver:
         """The best plan found; None if nothing fits."""
         best: Solution | None = None
         for pool in pools(self.request.cluster, self.request.model):
-            for ask in self._asks(pool):
-                found = ask(best)
-                if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
-                    best = found
+            stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
+            replays = self.replays(pool, max_stages=stages)
+            for zero_stage in self.zero_stages():
+                for found in self._searches(pool, replays, zero_stage, best):
+                    if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
+                        best = found
         return best
 
     def tell(self, doing: str) -> None:
@@ -147,30 +163,53 @@ class ExactSolver:
         samples = self.request.global_batch_size
         return Budget(pool.counts, samples, min(pool.devices, samples))
 
-    def _asks(self, pool: Pool) -> Iterator[_Ask]:
-        """A search for each ZeRO stage, and each assumption of how many pipelines share a gradient."""
-        few = pool.devices <= _FEW_DEVICES
-        stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
-        replays = self.replays(pool, max_stages=stages)
-        again = pool.devices <= _MANY_DEVICES
-        for zero_stage in self.zero_stages():
-            sharings = [_SHARING, 1, 2] if few else [_SHARING, 1]
-            for sharing in sharings:
-                ask = _Ask(self, pool, replays, zero_stage, sharing)
-                yield ask
-                pipelines = ask.pipelines
-                if again and zero_stage and 0 < pipelines < sharing and pipelines not in sharings:
-                    # Fewer than was assumed: less memory is saved, so plan for that.
-                    sharings.append(pipelines)
+    def _searches(
+        self,
+        pool: Pool,
+        replays: Replays,
+        zero_stage: ZeroStage,
+        best: Solution | None,
+    ) -> Iterator[Solution | None]:
+        """Searches at a ZeRO stage, for each assumption of how many pipelines share a gradient: among many devices one
+        search for all, so that only the best sets of pipelines are priced."""
+        if pool.devices > _MANY_DEVICES:
+            yield self.search(pool, replays, zero_stage, [_SHARING, 1], best)
+            return
+        sharings = [_SHARING, 1, 2] if pool.devices <= _FEW_DEVICES else [_SHARING, 1]
+        for sharing in sharings:
+            found = self.search(pool, replays, zero_stage, [sharing], best)
+            yield found
+            best = min((one for one in (best, found) if one), key=lambda one: one.seconds, default=None)
+            pipelines = len(found.plan.pipelines) if found else 0
+            if zero_stage and 0 < pipelines < sharing and pipelines not in sharings:
+                # Fewer than was assumed: less memory is saved, so plan for that.
+                sharings.append(pipelines)
 
     def search(
-        self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int, best: Solution | None
+        self,
+        pool: Pool,
+        replays: Replays,
+        zero_stage: ZeroStage,
+        sharings: Sequence[int],
+        best: Solution | None,
     ) -> Solution | None:
-        """The best for one assumption; None if nothing fits, or nothing can beat the best so far."""
+        """The best for some assumptions; None if nothing fits, or nothing can beat the best so far."""
         if zero_stage == 2 and best is not None and not recomputes(best.plan):
             return None
         so_far = f", {best.seconds:.4g} s an iteration so far" if best else ""
         self.tell(f"searching pipelines at ZeRO-{zero_stage}{so_far}")
+        goal, known = best.seconds if best is not None else math.inf, []
+        for sharing in sharings:
+            found = self._proposal(pool, replays, zero_stage, sharing, goal)
+            if found is not None:
+                known.append(found)
+                goal = min([goal, *(seconds * _BEYOND for seconds, _ in found.sets)])
+        return self._priced(known)
+
+    def _proposal(
+        self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int, goal: float
+    ) -> Proposal | None:
+        """Sets of pipelines that may end the batch before `goal`; None if there are none."""
         expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
         budget = self.budget(pool)
         if sharing < _SHARING:
@@ -182,16 +221,24 @@ class ExactSolver:
         chains = self._first_chains(pool, tables, budget)
         if not chains.chains:
             return None
-        goal = best.seconds if best is not None else math.inf
         priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, tick=self.tick)
         self.statistics["chains"] += len(chains.chains)
         if priced is None:
             return None
-        plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=False)
-        if plan is None and pool.devices <= _FEW_DEVICES:
+        assembler = Assembler(
+            self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
+        )
+        settlers = {
+            table.micro_batch_size: Settler(table, self.request.cluster, pool, self.cost.row_bytes)
+            for table in tables
+        }
+        found = Proposal(pool, tables, priced, budget, assembler, settlers)
+        # The true price may be a little less than that of the tables.
+        self._propose(found, every=False, goal=goal * _BEYOND)
+        if not found.sets and pool.devices <= _FEW_DEVICES:
             # Prices of fractions of pipelines say little of so few whole ones.
-            plan = self._best_plan(pool, tables, priced, budget, zero_stage, every=True)
-        return Solution(plan, pool, priced, tables, budget, self.statistics) if plan else None
+            self._propose(found, every=True, goal=math.inf)
+        return found if found.sets else None
 
     def _first_chains(self, pool: Pool, tables: Sequence[StageTable], budget: Budget) -> ChainPool:
         """Those of the search before, if it was of the same pool; else the best at a few prices."""
@@ -228,23 +275,19 @@ class ExactSolver:
             self.memory, self.recompute, pool, layers=layers, max_stages=max_stages, relaxed=relaxed
         )
 
-    def _sets(
-        self,
-        tables: Sequence[StageTable],
-        priced: Priced,
-        budget: Budget,
-        settlers: Mapping[int, Settler],
-        *,
-        every: bool,
-    ) -> Iterator[list[Chain]]:
-        """Sets of pipelines that end the batch soon."""
+    def _propose(self, proposal: Proposal, *, every: bool, goal: float) -> None:
+        """Add sets of pipelines that end the batch soon, of `every` shape or the promising ones."""
+        priced, budget, settlers = proposal.priced, proposal.budget, proposal.settlers
         taken, rest = _whole_part(priced, budget)
-        intervals = [Intervals.of(table) for table in tables] if every else _promising(priced, budget)
-        columns = make_columns(intervals, priced.prices, choose_box(rest.counts), settlers, every=every)
-        # A single pipeline has but one count vector.
+        intervals = (
+            [Intervals.of(table) for table in proposal.tables] if every else _promising(priced, budget)
+        )
+        columns = make_columns(
+            intervals, priced.prices, choose_box(rest.counts), settlers, every=every, goal=goal
+        )
         many = sum(budget.counts) > _MANY_DEVICES
-        columns.shapes_made = 6 if budget.pipelines == 1 else 1 if many else 2
-        combiner = Combiner(columns, priced.prices, rest, taken)
+        columns.shapes_made = 1 if many and budget.pipelines > 1 else 2
+        combiner = Combiner(columns, priced.prices, rest, taken, parts=many and not taken)
         seen: set[tuple[object, ...]] = set()
         settled = [
             _settled(settlers[chain.micro_batch_size], chain, priced.prices.seconds) for chain in taken
@@ -256,66 +299,45 @@ class ExactSolver:
             key = tuple(chain.specs for chain in chains)
             if key not in seen:
                 seen.add(key)
-                yield [*settled, *chains]
+                found = [*settled, *chains]
+                proposal.sets.append((proposal.assembler.end_seconds(found), found))
         self.statistics["columns"] += len(columns.vectors)
         self.statistics["columns_made"] += len(columns.made)
 
-    def _best_plan(
-        self,
-        pool: Pool,
-        tables: Sequence[StageTable],
-        priced: Priced,
-        budget: Budget,
-        zero_stage: ZeroStage,
-        *,
-        every: bool,
-    ) -> Plan | None:
-        """Each set on devices, and the best few of them refined; of `every` shape, or the promising ones."""
-        assembler = Assembler(
-            self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
-        )
-        settlers = {
-            table.micro_batch_size: Settler(table, self.request.cluster, pool, self.cost.row_bytes)
-            for table in tables
-        }
-        few = pool.devices <= _MANY_DEVICES
-        refiner = Refiner(assembler, tables, settlers)
-        sets = list(self._sets(tables, priced, budget, settlers, every=every))
+    def _priced(self, proposals: Sequence[Proposal]) -> Solution | None:
+        """The best plan of all sets of pipelines: each on devices, and the best few of them refined; among many
+        devices only the most promising sets."""
+        sets = [(seconds, chains, one) for one in proposals for seconds, chains in one.sets]
+        if not sets:
+            return None
+        few = proposals[0].pool.devices <= _MANY_DEVICES
         if not few:
-            sets = sorted(sets, key=assembler.end_seconds)[:_PRICED_SETS]
+            sets.sort(key=lambda one: one[0])
+            sets = [one for one in sets[:_PRICED_SETS] if one[0] < sets[0][0] * _BEYOND]
+        refiners = {id(one): Refiner(one.assembler, one.tables, one.settlers) for one in proposals}
         found = [
-            one for chains in sets for one in self._offered(refiner.candidates(chains, most=2 if few else 1))
+            (candidate, one)
+            for _, chains, one in sets
+            for candidate in self._offered(refiners[id(one)].candidates(chains, most=2 if few else 1))
         ]
-        ranked = sorted(found, key=lambda one: one.seconds)[:_REFINED]
-        prices = _prices(pool.devices)
-        improved = (refiner.improved(candidate, prices=prices) for candidate in ranked)
-        refined = list(self._offered(improved))
-        self.statistics["candidates"] += assembler.count
-        return min((one.plan for one in refined), key=iteration_seconds, default=None)
+        ranked = sorted(found, key=lambda one: one[0].seconds)[:_REFINED]
+        prices = _prices(proposals[0].pool.devices)
+        refined = [
+            (better, one)
+            for candidate, one in ranked
+            for better in self._offered([refiners[id(one)].improved(candidate, prices=prices)])
+        ]
+        self.statistics["candidates"] += sum(one.assembler.count for one in proposals)
+        if not refined:
+            return None
+        best, one = min(refined, key=lambda one: one[0].seconds)
+        return Solution(best.plan, one.pool, one.priced, one.tables, one.budget, self.statistics)
 
     def _offered(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         for candidate in candidates:
             self._offer(candidate.plan)
             self.tick()
             yield candidate
-
-
-@dataclass
-class _Ask:
-    """One search of the solver, to be called with the best solution so far; then `pipelines` are those of what
-    it found, 0 if nothing."""
-
-    solver: ExactSolver
-    pool: Pool
-    replays: Replays
-    zero_stage: ZeroStage
-    sharing: int
-    pipelines: int = 0
-
-    def __call__(self, best: Solution | None) -> Solution | None:
-        found = self.solver.search(self.pool, self.replays, self.zero_stage, self.sharing, best)
-        self.pipelines = len(found.plan.pipelines) if found else 0
-        return found
 
 
 def recomputes(plan: Plan) -> bool:
@@ -353,11 +375,7 @@ def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
     """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
     if sum(budget.counts) <= _MANY_SETS_DEVICES:
         return priced.intervals
-    best = [
-        float(held.priced(priced.prices, below=priced.prices.seconds * _FAR).seconds.min())
-        for held in priced.intervals
-    ]
-    order = sorted(range(len(best)), key=lambda index: best[index])[:_SIZES]
+    order = sorted(range(len(priced.best)), key=lambda index: priced.best[index])[:_SIZES]
     return [priced.intervals[index] for index in sorted(order)]
 
 

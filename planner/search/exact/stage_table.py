@@ -18,7 +18,7 @@ from planner.search.exact.choices import StageChoice
 from planner.search.exact.covers import Cover
 from planner.search.exact.pool import Vector
 from planner.search.exact.role import Role
-from planner.search.exact.surroundings import Surroundings
+from planner.search.exact.surroundings import Holders, Surroundings
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -34,7 +34,8 @@ class StageTable:
     and for p = 0, which is unused. `gradient_bytes[role, c, l]` are the bytes of a device that all pipelines
     reduce, `holders[c]` of them in the stage itself, `update` the seconds of its optimizer step, and `after`
     those from the stage's last backward to the end of the iteration: both, for the number of pipelines that
-    the table was last told.
+    the table was last told. Of these, `gathered_bytes`, `last` and `tail` are what begins only when all stages have
+    their gradients: gathering parameters and the optimizer's step.
     """
 
     micro_batch_size: int
@@ -47,7 +48,10 @@ class StageTable:
     replay: FloatArray
     gradient_bytes: FloatArray
     update: FloatArray
+    gathered_bytes: FloatArray
+    last: FloatArray
     after: FloatArray
+    tail: FloatArray
     holders: FloatArray
     covers: tuple[Cover, ...] = ()
     """Of a table for bounds, the last choices stand for every stage that mixes types: these."""
@@ -87,13 +91,6 @@ class StageTable:
         total = self.plain[:, :, None] + self.replay
         return float(total.max(initial=0.0, where=np.isfinite(total)))
 
-    def seconds_between(self, low: float, high: float, *, stages: int) -> FloatArray:
-        """Seconds, above the one and up to the other, that a stage of a pipeline of so many stages can take;
-        ascending."""
-        total = self.plain[:, :, None] + self.replay[:, :, 1 : min(stages, self.in_flight) + 1]
-        found: FloatArray = np.unique(total[(total > low) & (total <= high)])
-        return found
-
     def replay_at(self, role: Role, position: int) -> FloatArray:
         """[c, l]."""
         found: FloatArray = self.replay[role, :, min(position, self.in_flight)]
@@ -115,8 +112,29 @@ class StageTable:
 
     def for_pipelines(self, surroundings: Surroundings, pipelines: float) -> StageTable:
         """The table for so many pipelines that share every gradient."""
-        rates = [surroundings.gradient_byte_seconds(pipelines - 1 + count) for count in self.holders]
-        return replace(self, after=self.gradient_bytes * np.array(rates)[:, None] + self.update)
+        stages = [
+            *((choice.tp, tuple(sorted(set(choice.kinds)))) for choice in self.choices),
+            *((cover.tp, (cover.kind, *cover.others)) for cover in self.covers),
+        ]
+        places = [
+            Holders(pipelines - 1 + count, count, tp, kinds)
+            for count, (tp, kinds) in zip(self.holders, stages, strict=True)
+        ]
+        # Both ends of the only pipeline may hold a tied table; its layers are held by the replicas of one stage.
+        layers, ends = (
+            np.array([surroundings.gradient_byte_seconds(place, alone=alone) for place in places])[:, None]
+            for alone in (pipelines == 1, False)
+        )
+
+        def seconds(sent: FloatArray, rest: FloatArray) -> FloatArray:
+            held = sent[..., :1]
+            return (sent - held) * layers + held * ends + rest
+
+        return replace(
+            self,
+            after=seconds(self.gradient_bytes, self.update),
+            tail=seconds(self.gathered_bytes, self.last),
+        )
 
     def cost(self, prices: FloatArray) -> FloatArray:
         """What the devices of each choice cost, of covers at least."""
@@ -156,7 +174,10 @@ def joined(tables: Sequence[StageTable]) -> StageTable:
         replay=stacked("replay"),
         gradient_bytes=stacked("gradient_bytes"),
         update=stacked("update"),
+        gathered_bytes=stacked("gathered_bytes"),
+        last=stacked("last"),
         after=stacked("after"),
+        tail=stacked("tail"),
         holders=np.concatenate([table.holders for table in tables]),
     )
 
@@ -185,6 +206,14 @@ def _beats(table: StageTable, one: int, other: int) -> bool:
         table.holders[one] <= table.holders[other]
         and all(
             (array[:, one] <= array[:, other]).all()
-            for array in (table.plain, table.backward, table.gradient_bytes, table.update, table.replay)
+            for array in (
+                table.plain,
+                table.backward,
+                table.gradient_bytes,
+                table.update,
+                table.gathered_bytes,
+                table.last,
+                table.replay,
+            )
         )
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,6 +16,16 @@ from planner.search.exact.choices import StageChoice
 from planner.search.exact.pool import Kind, Pool
 
 
+@dataclass(frozen=True)
+class Holders:
+    """Who holds a gradient: `count` in all, `replicas` of them of one stage, with `tp` devices each of `kinds`."""
+
+    count: float
+    replicas: float
+    tp: int
+    kinds: Sequence[int]
+
+
 class Surroundings(Protocol):
     """The world around a stage."""
 
@@ -22,8 +33,8 @@ class Surroundings(Protocol):
         """Receiving one micro-batch's rows from so many neighbours, in all."""
         ...
 
-    def gradient_byte_seconds(self, holders: float) -> float:
-        """All-reducing one byte of gradient over so many holders."""
+    def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
+        """All-reducing one byte of a stage's gradient; `alone`: only its own replicas hold it."""
         ...
 
     def replica_byte_seconds(self, choice: StageChoice) -> float:
@@ -50,7 +61,23 @@ class Expected:
         inside, outside = (_link(self.cluster, kind, kind, same).seconds(message) for same in (True, False))
         return across * outside + (sides - across) * inside
 
-    def gradient_byte_seconds(self, holders: float) -> float:
+    def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
+        """One ring, or inside nodes first, if the other pipelines have as many replicas of the stage and each
+        pipeline's share nodes as far as they can."""
+        kinds = [self.pool.kinds[kind] for kind in holders.kinds]
+        count = holders.replicas * (holders.count - holders.replicas + 1)
+        near = min(holders.replicas, max(1, min(kind.largest for kind in kinds) // holders.tp))
+        if len(kinds) > 1:
+            near = max(1, near // len(kinds))
+        inside = max(1 / _link(self.cluster, kind, kind, True).bandwidth for kind in kinds)
+        outside = 1 / self._slowest.bandwidth
+        return min(
+            _ring(count) * (outside if count > near else inside),
+            _ring(near) * inside + _ring(count / near) / near * outside,
+        )
+
+    def ring_byte_seconds(self, holders: float) -> float:
+        """All-reducing one byte over so many devices."""
         return _ring(holders) / self._slowest.bandwidth
 
     def replica_byte_seconds(self, choice: StageChoice) -> float:
@@ -92,18 +119,36 @@ class Least:
         near = min(sides, kind.neighbours - tp)
         return near * min(inside, outside) + (sides - near) * outside
 
-    def gradient_byte_seconds(self, holders: float) -> float:
-        """With some of the holders in each node: reducing inside nodes first, then between them what is each
-        device's share, is as quick as it can be."""
+    def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
+        """The least of three ways (planner/collectives.py): one ring, which is the first with one holder a node; with
+        equally many in each node, inside the nodes first, then between them what is each device's share; or all of it
+        between one device of each node."""
         inside, outside = self._bandwidths
         if len(self.cluster.nodes) == 1:
-            return self._ring_seconds(holders, inside)
-        most = max(kind.neighbours for kind in self.pool.kinds)
-        return min(
-            self._ring_seconds(min(near, holders), max(inside, outside))
-            + self._ring_seconds(holders / near, outside) / near
-            for near in range(1, most + 1)
+            return self._ring_seconds(holders.count, inside)
+        together = self._replicas_a_node(holders)
+        # Holders of the same part share no TP group, so beside one of them a node has room for as many devices.
+        room = max(self.pool.kinds[kind].neighbours for kind in holders.kinds) - holders.tp + 1
+        nodes = -(-holders.replicas // together)
+        if len(holders.kinds) > 1 and holders.replicas > 1 and not self._mixed_nodes:
+            nodes = max(nodes, 2.0)
+        most = min(together if alone else room, int(holders.count / nodes * (1 + 1e-9)))
+        equal = min(
+            self._ring_seconds(min(near, holders.count), max(inside, outside))
+            + self._ring_seconds(holders.count / near, outside) / near
+            for near in range(1, max(most, 1) + 1)
         )
+        return min(equal, self._ring_seconds(max(nodes, 2.0), outside))
+
+    @cached_property
+    def _mixed_nodes(self) -> bool:
+        """Whether any node has devices of several kinds."""
+        return any(kind.neighbours > kind.largest for kind in self.pool.kinds)
+
+    def _replicas_a_node(self, holders: Holders) -> int:
+        """Most replicas of the stage in one node."""
+        kinds = [self.pool.kinds[kind] for kind in holders.kinds]
+        return max(kind.largest if len(kinds) == 1 else kind.neighbours for kind in kinds) // holders.tp
 
     def _ring_seconds(self, holders: float, bandwidth: float) -> float:
         """A byte on a ring: by the link, or as quick as any was measured."""

@@ -256,7 +256,7 @@ class StageShop:
         if self.zero_stage:
             # Reduced and scattered, then gathered in the parameters' precision: two halves of an all-reduce.
             sent = (sent + PRECISION_BYTES[dtypes.param]) / 2
-        gradients = values * sent * self._expected.gradient_byte_seconds(holders)
+        gradients = values * sent * self._expected.ring_byte_seconds(holders)
         moved = values * update_bytes_per_value(dtypes) / self._ways(len(choice.rows))
         return gradients + max(
             self.cost.profile.streaming_seconds(device_type=type_, moved_bytes=moved) for type_, _ in loads

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from planner.search.exact.bound_cells import Cells, least_values
 from planner.search.exact.chains import make_chain
@@ -167,16 +168,18 @@ def test_the_least_sum_on_given_devices(seed: int, period: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("second", [False, True])
-def test_the_cheapest_choice_is_among_the_undominated(seed: int, second: bool) -> None:
-    """At any rate, and any limits of seconds and of the other figure."""
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_the_cheapest_choice_is_among_the_undominated(seed: int, further: int) -> None:
+    """At any rate, and any limits of seconds and of further figures."""
     draw = np.random.default_rng(seed)
     price = np.sort(draw.integers(0, 9, 14) / 4)
-    seconds, other = draw.integers(1, 12, (2, 14, 5)) / 3
+    seconds, *others = draw.integers(1, 12, (1 + further, 14, 5)) / 3
     seconds[draw.random((14, 5)) < 0.2] = np.inf
-    ranked = undominated(seconds, other if second else None)
-    for rate, limit, room in draw.uniform(0.1, 5, (60, 3)):
-        allowed = (seconds <= limit) & ((other <= room) | (not second))
+    ranked = undominated(seconds, *others)
+    for rate, limit, *room in draw.uniform(0.1, 5, (60, 2 + further)):
+        allowed = seconds <= limit
+        for other, most in zip(others, room, strict=True):
+            allowed &= other <= most
         weights = np.where(allowed, seconds * rate + price[:, None], np.inf)
         kept = np.take_along_axis(weights, ranked, axis=0)
         assert (kept.min(axis=0) == weights.min(axis=0)).all()
@@ -221,3 +224,19 @@ def test_prices_of_the_linear_program_are_worth_what_is_there() -> None:
     # No column is worth more than what it uses.
     assert (columns @ found.prices >= worth - 1e-9).all()
     assert (found.amounts @ columns <= limits + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_linear_program_is_that_of_another_solver(seed: int) -> None:
+    """Also where limits are 0 and many columns are alike, so that steps gain nothing."""
+    draw = np.random.default_rng(seed)
+    columns = draw.integers(0, 4, (60, 3)).astype(float)
+    columns[:, -1] = 1
+    worth, limits = draw.integers(-1, 9, 60).astype(float), draw.integers(0, 9, 3).astype(float)
+    found = linear_program(columns, worth, limits)
+    known = linprog(-worth, A_ub=columns.T, b_ub=limits, method="highs")
+    assert found.worth == pytest.approx(-known.fun)
+    assert found.amounts @ worth == pytest.approx(found.worth)
+    assert found.prices @ limits == pytest.approx(found.worth)
+    assert (columns @ found.prices >= worth - 1e-9).all() and (found.prices >= 0).all()
+    assert (found.amounts @ columns <= limits + 1e-9).all() and (found.amounts >= 0).all()
