@@ -14,7 +14,7 @@ from planner.search.exact.prices import Budget, DevicePrices, Intervals
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
-_RATIO = 1.01
+_RATIO = 1.02
 _MOST_EDGES = 32
 # Cells this close to the lowest are cut with it.
 _NEAR = 1.005
