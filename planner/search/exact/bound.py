@@ -178,7 +178,7 @@ class Part:
             self._tick()
             table = self._tables[index]
             few = with_in_flight(table, in_flight) if in_flight else table
-            self._variants[key] = Variant.of(few, self.prices, self.upper)
+            self._variants[key] = Variant.of(few, self.prices, self.budget, self.upper)
         return self._variants[key]
 
 
@@ -197,8 +197,8 @@ class Variant:
     costs: FloatArray
 
     @classmethod
-    def of(cls, table: StageTable, prices: DevicePrices, upper: float) -> Variant:
-        held = Intervals.of(table).below(upper, prices)
+    def of(cls, table: StageTable, prices: DevicePrices, budget: Budget, upper: float) -> Variant:
+        held = Intervals.of(table).below(upper, prices).affordable(prices, budget)
         ranking = Ranking(table, table.cost(prices.per_device))
         # At an endless pace seconds cost nothing.
         free = PricedChains(
