@@ -171,14 +171,15 @@ def test_an_error_of_a_rank_survives_the_way_to_another_process() -> None:
 
 
 def test_a_plan_for_what_the_runtime_lacks_is_refused_before_any_rank_is_met(config: TrainerConfig) -> None:
-    data = PLAN.model_dump() | {"zero_stage": 2}
+    data = PLAN.model_dump()
+    data["dtypes"]["grad"] = "bf16"
     refused = TrainerConfig(
         plan=Plan.model_validate(data),
         training=config.training,
         tokens=config.tokens,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    with pytest.raises(ValueError, match=r"zero_stage = 2 .* set it to 1"):
+    with pytest.raises(ValueError, match=r"dtypes.grad = 'bf16' .* use 'fp32'"):
         # No store: nothing may be asked of it.
         Trainer(config=refused, rank=0, store=None)  # type: ignore[arg-type]
 
