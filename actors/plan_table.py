@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from planner.describe import Description, describe, recompute_legend, zero_words
+from planner.describe import Description, describe, recompute_legend, sequence_parallel_words, zero_words
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 
@@ -37,5 +37,6 @@ def plan_table(plan: Plan, *, shown: Description | None = None, title: str | Non
 
 
 def saver_lines(plan: Plan) -> list[str]:
-    """How the plan saves memory: what the letters of the column Recompute stand for, and what ZeRO shares."""
-    return [words for words in (recompute_legend(plan), zero_words(plan)) if words]
+    """How the plan saves memory: what SP and the letters of the column Recompute stand for, what ZeRO shares."""
+    found = (sequence_parallel_words(plan), recompute_legend(plan), zero_words(plan))
+    return [words for words in found if words]

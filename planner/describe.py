@@ -138,6 +138,14 @@ def recompute_legend(plan: Plan) -> str:
     return f"Recomputed in backward: {words}." if words else ""
 
 
+def sequence_parallel_words(plan: Plan) -> str:
+    """What `SP` stands for; empty if no stage has it."""
+    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
+    if not any(stage.sequence_parallel and stage.tp > 1 for stage in stages):
+        return ""
+    return "SP: norms, residuals and dropout of a TP group are cut by position (sequence parallel)."
+
+
 def zero_words(plan: Plan) -> str:
     """What ZeRO shards, in a line; empty at stage 0."""
     if not plan.zero_stage:
@@ -271,7 +279,7 @@ def _look(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
     rows = str(stage.rows[0]) if len(set(stage.rows)) == 1 else ",".join(map(str, stage.rows))
     return (
         device_names(plan, stage),
-        f"{stage.tp}/{stage.dp}",
+        f"{stage.tp}/{stage.dp}" + (" SP" if stage.sequence_parallel and stage.tp > 1 else ""),
         rows,
         str(stage.layer_count),
         recompute_words(plan, stage),

@@ -179,6 +179,7 @@ def _stage_spent(
                 layers=planned.layer_count,
                 embedding=planned.embedding,
                 head=planned.head,
+                sequence_parallel=planned.sequence_parallel,
             ).total
             for one in (cost, speeds.without_transfers)
         )
@@ -188,6 +189,7 @@ def _stage_spent(
             rows=rows,
             layers=planned.layer_count,
             recompute=recompute,
+            sequence_parallel=planned.sequence_parallel,
         )
         waits = period - stage.receive.total - whole - replay - scatter
         yield (

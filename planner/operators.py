@@ -47,6 +47,12 @@ OPERATOR_ORDER = {name: index for index, name in enumerate(LLAMA_OPERATORS)} | {
 # Under TP each rank has a part of their result, which an all-reduce sums.
 SUMMED_OPERATORS = ("attention_output", "mlp_down")
 
+# Under TP each rank needs their whole input; with sequence parallelism they gather it first.
+GATHERING_OPERATORS = ("qkv", "mlp_up", "mlp_gate_up")
+
+# They work position by position on whole features: with sequence parallelism a rank has its positions alone.
+BY_POSITION_OPERATORS = frozenset(("attention_norm", "attention_residual", "mlp_norm", "mlp_residual"))
+
 
 def layer_operators(model: ModelSpec) -> tuple[str, ...]:
     """Names of a layer's operators, in forward order."""

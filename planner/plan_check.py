@@ -78,6 +78,11 @@ def _check_pipeline(plan: Plan, index: int, pipeline: PipelinePlan) -> None:
     for number, stage in enumerate(pipeline.stages):
         where = f"{place}.stages[{number}]"
         _check_degrees(plan.model, where, stage)
+        if stage.sequence_parallel and plan.sequence_length % stage.tp:
+            raise ValueError(
+                f"{where}.sequence_parallel = true cuts sequences by tp = {stage.tp}, which does not divide"
+                f" sequence_length = {plan.sequence_length}; set it to false, or choose a divisor as tp"
+            )
         _check_rows(plan, where, stage, micro_batch_size=size)
         _check_recompute(plan.model, where, stage)
 

@@ -152,6 +152,7 @@ def _replica_steps(shape: StageShape, cost: StageCost) -> list[StepSeconds]:
             embedding=shape.embedding,
             head=shape.head,
             recompute=shape.recompute,
+            sequence_parallel=shape.sequence_parallel,
         ).plus(scatter)
         for replica in shape.replicas
     ]

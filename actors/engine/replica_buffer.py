@@ -140,6 +140,12 @@ class ReplicaBuffer(ParameterGradients):
         self._listener = callback
         self._listen(callback if self._scatter is None else self._arrived)
 
+    def close(self) -> None:
+        """As its base, and let go of the replicas' group."""
+        super().close()
+        if self._scatter is not None:
+            self._scatter.close()
+
     def _arrived(self, parameter: str) -> None:
         """Keep count of a region's gradients; when all are there, scatter them and tell of them."""
         self._waiting.append(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.errors import UserError
-from planner.plan import Dtypes, Plan, StagePlan
+from planner.plan import Dtypes, Plan
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Communication library of each kind of device. Emulated devices talk over the host's."""
@@ -32,9 +32,6 @@ def device_kind(plan: Plan, device_id: str) -> str:
 def _problems(plan: Plan) -> Iterator[str]:
     yield from _zero_problems(plan)
     yield from _dtype_problems(plan.dtypes)
-    for index, pipeline in enumerate(plan.pipelines):
-        for number, stage in enumerate(pipeline.stages):
-            yield from _stage_problems(f"pipelines[{index}].stages[{number}]", stage)
     yield from _backend_problems(plan)
 
 
@@ -54,11 +51,6 @@ def _dtype_problems(dtypes: Dtypes) -> Iterator[str]:
     for field in ("grad", "optimizer"):
         if (value := getattr(dtypes, field)) != "fp32":
             yield f"dtypes.{field} = {value!r} is not supported by the runtime; use 'fp32'"
-
-
-def _stage_problems(place: str, stage: StagePlan) -> Iterator[str]:
-    if stage.sequence_parallel:
-        yield f"{place}.sequence_parallel = true is not supported by the runtime; set it to false"
 
 
 def _backend_problems(plan: Plan) -> Iterator[str]:

@@ -192,7 +192,7 @@ class Trainer:
                 self.save_checkpoint(checkpoint, iteration=iteration, loss=report.loss)
             return replace(report, saved=self._state.poll())
         except BaseException:
-            self._update.sync.close()
+            self._update.close()
             self._groups.abort()
             raise
 
@@ -296,8 +296,7 @@ class Trainer:
     def close(self) -> None:
         """Leave the process groups. Peers that still wait for this rank get an error."""
         self._state.finish()
-        self._update.sync.close()
-        self._update.buffer.close()
+        self._update.close()
         self._groups.close()
         if self._config.deterministic:
             use_deterministic_algorithms(False)

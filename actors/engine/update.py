@@ -39,6 +39,12 @@ class Update:
     optimizer: Optimizer | ShardedOptimizer
     store: ShardStore | None = None
 
+    def close(self) -> None:
+        """Let go of threads, groups and leaves, also after a failure: gloo's connections last as long as anyone
+        refers to their group, and peers wait on them."""
+        self.sync.close()
+        self.buffer.close()
+
     def show_gradients(self, take: Callable[[Sequence[Piece]], None]) -> None:
         """Hand over every piece of the rank once, its gradient whole: summed over the world, in the parameters'
         precision under ZeRO. A collective after synchronisation, in place of the optimizer's step."""

@@ -38,6 +38,7 @@ class ActivationSizes:
     tp: int
     rows: int
     sequence_length: int
+    sequence_parallel: bool = False
 
     @property
     def width(self) -> int:
@@ -49,8 +50,13 @@ class ActivationSizes:
 
     @property
     def hidden(self) -> float:
-        """One activation between operators: whole on every TP rank."""
+        """One activation between stages: whole on every TP rank."""
         return self.tokens * self.model.hidden_size * self.width
+
+    @property
+    def part(self) -> float:
+        """One activation between operators: whole too, or with sequence parallelism the rank's positions."""
+        return self.hidden / self.tp if self.sequence_parallel else self.hidden
 
     @property
     def heads(self) -> float:
@@ -79,12 +85,13 @@ class ActivationSizes:
     @property
     def statistics(self) -> float:
         """Mean and deviation of a norm, a float each a token."""
-        return self.tokens * 4 * (2 if self.model.family == "gpt3" else 1)
+        tokens = self.tokens / self.tp if self.sequence_parallel else self.tokens
+        return tokens * 4 * (2 if self.model.family == "gpt3" else 1)
 
 
 def layer_values(sizes: ActivationSizes) -> list[Value]:
     """Every value of one layer and one micro-batch, in forward order, storages that are shared once."""
-    statistics, hidden = sizes.statistics, sizes.hidden
+    statistics, hidden = sizes.statistics, sizes.part
     return [
         Value("layer input", hidden, None, ("attention_norm", "attention_residual")),
         Value("attention norm statistics", statistics, "attention_norm"),
@@ -154,7 +161,7 @@ def _inner(sizes: ActivationSizes) -> list[Value]:
 
 
 def _residual_mask(sizes: ActivationSizes, operator: str) -> list[Value]:
-    return [Value(f"{operator} mask", sizes.hidden / sizes.width, operator)] if sizes.model.dropout else []
+    return [Value(f"{operator} mask", sizes.part / sizes.width, operator)] if sizes.model.dropout else []
 
 
 def layer_saved_bytes(sizes: ActivationSizes) -> float:
@@ -172,7 +179,7 @@ def constant_bytes(model: ModelSpec, dtypes: Dtypes, sequence_length: int) -> fl
 def embedding_saved_bytes(sizes: ActivationSizes) -> float:
     """Token ids and labels; under TP, shifted ids and the mask of those outside the rank's shard too. And
     dropout's mask, a byte an element."""
-    dropped = sizes.hidden / sizes.width if sizes.model.dropout else 0.0
+    dropped = sizes.part / sizes.width if sizes.model.dropout else 0.0
     return sizes.tokens * (16 if sizes.tp == 1 else 25) + dropped
 
 
@@ -182,7 +189,7 @@ def head_saved_bytes(sizes: ActivationSizes) -> float:
     A loss over a cut vocabulary also keeps where each label lies, and works on a few floats a token.
     """
     per_token = 24 if sizes.tp == 1 else 48
-    return 2 * sizes.hidden + sizes.statistics + 4 * sizes.logits + per_token * sizes.tokens
+    return 2 * sizes.part + sizes.statistics + 4 * sizes.logits + per_token * sizes.tokens
 
 
 def layer_live_bytes(sizes: ActivationSizes, *, largest_gradient: float) -> float:
@@ -196,11 +203,23 @@ def layer_live_bytes(sizes: ActivationSizes, *, largest_gradient: float) -> floa
     dropout = sizes.model.dropout > 0
     if dropout:
         # The gradient behind dropout is another than that which goes past the layer; the mask is freed.
-        mlp += sizes.hidden - sizes.hidden / sizes.width
+        mlp += sizes.part - sizes.part / sizes.width
+    if sizes.sequence_parallel:
+        # The gradient that comes in is gathered from a copy of the rank's positions.
+        mlp += sizes.hidden + sizes.part
     if sizes.model.family == "llama":
         # The gate's product: the gradients of both factors beside its own, the product itself freed by then.
         mlp = max(mlp, 2 * sizes.ffn)
+    if sizes.sequence_parallel:
+        mlp = max(mlp, _projecting_up_live_bytes(sizes, largest_gradient))
     return max(mlp, _attention_live_bytes(sizes))
+
+
+def _projecting_up_live_bytes(sizes: ActivationSizes, largest_gradient: float) -> float:
+    """The same where inputs are gathered again: the gradients of all weights, and two whole activations as those
+    are gathered or scattered, beside the inner values' gradients. What lies behind is freed."""
+    products = 2 if sizes.model.family == "llama" else 1
+    return products * (largest_gradient - sizes.ffn) + 2 * sizes.hidden
 
 
 def _attention_live_bytes(sizes: ActivationSizes) -> float:
@@ -209,15 +228,15 @@ def _attention_live_bytes(sizes: ActivationSizes) -> float:
     The gradient that goes past attention is counted; gradients by context and values lie where those did.
     """
     width, dropout = sizes.width, sizes.model.dropout > 0
-    freed = sizes.ffn * (4 if sizes.model.family == "llama" else 2) + 2 * sizes.hidden
+    freed = sizes.ffn * (4 if sizes.model.family == "llama" else 2) + 2 * sizes.part
     # Two fp32 squares beside softmax's output, when its narrower copy is freed.
     squares = 8 * sizes.square - (width * sizes.square if width < 4 else 0.0)
     if dropout:
-        freed += 2 * sizes.hidden / width
+        freed += 2 * sizes.part / width
         # Dropout's result and mask are freed too; in fp32 there is no narrower copy.
         squares = (7 - width) * sizes.square
     weighted_sum = (width * sizes.square) + sizes.kv
-    return sizes.hidden + max(weighted_sum, squares - sizes.heads) - freed
+    return sizes.part + max(weighted_sum, squares - sizes.heads) - freed
 
 
 def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float) -> float:
@@ -232,4 +251,7 @@ def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float) -> float:
         loss = (4 + (sizes.width if sizes.width < 4 else 0)) * sizes.logits
     # By then the kept probabilities are freed, and the logits' gradient has the model's precision.
     projection = (sizes.width - 4) * sizes.logits + weight_gradient + sizes.hidden
+    if sizes.sequence_parallel:
+        # The input is gathered again, and its gradient scattered: a copy of each.
+        projection += sizes.hidden + sizes.part
     return max(loss, projection)

@@ -44,5 +44,6 @@ class BackwardLeft:
                 layers=below,
                 embedding=embedding,
                 recompute=first_layers(recompute_of(stage.recompute), below),
+                sequence_parallel=stage.sequence_parallel,
             ).backward
         return self._known[key]

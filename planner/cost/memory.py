@@ -48,6 +48,8 @@ class StageLoad:
     """Devices that share the stage's optimizer state from ZeRO-1 on."""
     dp: int = 1
     """Replicas of the stage, which share its gradients under ZeRO-2."""
+    sequence_parallel: bool = False
+    """Under TP: whether activations between cut layers are cut by position."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -64,7 +66,7 @@ class MemoryModel:
         self.sequence_length = sequence_length
         self.dtypes = dtypes
         self.memory_scale = memory_scale
-        self._rows: dict[tuple[int, int], RowBytes] = {}
+        self._rows: dict[tuple[int, int, bool], RowBytes] = {}
 
     @classmethod
     def of_request(cls, request: PlanRequest) -> MemoryModel:
@@ -77,7 +79,7 @@ class MemoryModel:
 
     def tensor_bytes(self, load: StageLoad) -> int:
         """Peak of all live tensors: the state, and the larger of the training step and the optimizer's."""
-        sizes = self.rows_bytes(load.tp, load.rows)
+        sizes = self.rows_bytes(load.tp, load.rows, load.sequence_parallel)
         kept = [(segment.layers, sizes.layer_kept(segment.operators)) for segment in load.segments]
         bases = self.step_bases(load)
         peak = bases.peak(
@@ -90,7 +92,7 @@ class MemoryModel:
     def step_bases(self, load: StageLoad) -> StepBases:
         """What of the stage's memory depends neither on what layers keep nor on micro-batches in flight."""
         held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
-        sizes = self.rows_bytes(load.tp, load.rows)
+        sizes = self.rows_bytes(load.tp, load.rows, load.sequence_parallel)
         width = PRECISION_BYTES[self.dtypes.param]
         state, update = self.state_bytes(load)
         # Posted receives and unsent sends. Towards the stage behind: the activations sent of all micro-batches
@@ -105,9 +107,10 @@ class MemoryModel:
         tied = held.largest_end_shard * width if both else 0.0
         layer = head = embedding = None
         if load.layers:
-            # The last layer's backward; on the last stage the final norm's gradient comes in.
+            # The last layer's backward; on the last stage the final norm's gradient comes in. (By position it is
+            # what is gathered, and needs no copy.)
             live = sizes.layer_live(held.largest_layer_shard * width)
-            layer = live + (sizes.hidden if load.head else 0.0) + tied
+            layer = live + (sizes.hidden if load.head and not load.sequence_parallel else 0.0) + tied
         if load.head:
             head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width)
         if load.embedding:
@@ -117,7 +120,8 @@ class MemoryModel:
             state=state,
             update=update,
             messages=messages,
-            in_flight=sent + (sizes.embedding_saved if load.embedding else 0.0),
+            # What came in is kept whole, though a rank reads no more than its positions of it.
+            in_flight=sent + (sizes.embedding_saved if load.embedding else sizes.hidden - sizes.part),
             embedding_kept=sizes.embedding_saved if load.embedding else 0.0,
             layer=layer,
             head=head,
@@ -192,12 +196,12 @@ class MemoryModel:
                 high = middle - 1
         return low
 
-    def rows_bytes(self, tp: int, rows: int) -> RowBytes:
+    def rows_bytes(self, tp: int, rows: int, sequence_parallel: bool = False) -> RowBytes:
         """Activation sizes of a micro-batch's rows."""
-        key = (tp, rows)
+        key = (tp, rows, sequence_parallel)
         if key not in self._rows:
             self._rows[key] = RowBytes(
-                ActivationSizes(self.model, self.dtypes, tp, rows, self.sequence_length)
+                ActivationSizes(self.model, self.dtypes, tp, rows, self.sequence_length, sequence_parallel)
             )
         return self._rows[key]
 
@@ -254,7 +258,7 @@ class RowBytes:
 
     def __init__(self, sizes: ActivationSizes) -> None:
         self._sizes = sizes
-        self.hidden = sizes.hidden
+        self.hidden, self.part = sizes.hidden, sizes.part
         self.values = activations.layer_values(sizes)
         self.layer_saved = activations.layer_saved_bytes(sizes)
         self._kept: dict[OperatorSet, float] = {}

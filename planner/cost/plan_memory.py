@@ -39,6 +39,7 @@ class PlanMemory:
             zero_stage=self._plan.zero_stage,
             zero_ways=self._ways[pipeline][stage],
             dp=place.dp,
+            sequence_parallel=place.sequence_parallel and place.tp > 1,
         )
 
     def fullest(self, pipeline: int, stage: int) -> tuple[int, int, Device]:

@@ -37,6 +37,7 @@ def replica_seconds(
         embedding=place.embedding,
         head=place.head,
         recompute=recompute_of(place.recompute),
+        sequence_parallel=place.sequence_parallel,
     )
 
 

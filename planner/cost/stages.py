@@ -13,7 +13,7 @@ from planner.cost.held import held_values
 from planner.cost.layer_flow import OperatorSet, Recompute, recompute_of, replayed_operators, segments
 from planner.cost.links import all_reduce_seconds, slowest_link
 from planner.model_spec import ModelSpec
-from planner.operators import SUMMED_OPERATORS
+from planner.operators import BY_POSITION_OPERATORS, GATHERING_OPERATORS, SUMMED_OPERATORS
 from planner.plan import Dtypes, Plan, StagePlan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import OperatorGroup, ProfileTable, StepSeconds
@@ -38,6 +38,7 @@ class StageShape:
     head: bool = False
     recompute: Recompute = ()
     zero_stage: int = 0
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ class StageSeconds:
 
     step: StepSeconds
     receive: StepSeconds
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a replica's step is made of; `entry` and `exit` where a stage has no embedding, or no head."""
+
+    embedding: StepSeconds
+    layer: StepSeconds
+    head: StepSeconds
+    entry: StepSeconds = ZERO
+    exit: StepSeconds = ZERO
 
 
 class StageCost:
@@ -75,8 +87,8 @@ class StageCost:
         self.dtypes = dtypes
         self.profile: ProfileTable = profile or AnalyticProfile(model, device_types)
         self._measured_collectives = measured_collectives
-        self._replays: dict[tuple[str, int, int, OperatorSet], float] = {}
-        self._parts: dict[tuple[str, int, int], tuple[StepSeconds, StepSeconds, StepSeconds]] = {}
+        self._replays: dict[tuple[str, int, int, OperatorSet, bool], float] = {}
+        self._parts: dict[tuple[str, int, int, bool], _Parts] = {}
 
     @classmethod
     def of_plan(cls, plan: Plan, *, profile: ProfileTable | None = None) -> StageCost:
@@ -115,37 +127,60 @@ class StageCost:
         embedding: bool = False,
         head: bool = False,
         recompute: Recompute = (),
+        sequence_parallel: bool = False,
     ) -> StepSeconds:
         """One micro-batch on one replica: its operators and TP collectives, without receiving.
 
         Backward replays what is recomputed.
         """
-        first, layer, last = self._of_parts(device_type, tp, rows)
-        step = layer.times(layers)
+        parts = self._of_parts(device_type, tp, rows, sequence_parallel)
+        step = parts.layer.times(layers)
         if recompute:
             again = self.replay_seconds(
-                device_type=device_type, tp=tp, rows=rows, layers=layers, recompute=recompute
+                device_type=device_type,
+                tp=tp,
+                rows=rows,
+                layers=layers,
+                recompute=recompute,
+                sequence_parallel=sequence_parallel,
             )
             step = step.plus(StepSeconds(0.0, again))
-        if embedding:
-            step = step.plus(first)
-        return step.plus(last) if head else step
+        if embedding or sequence_parallel:
+            step = step.plus(parts.embedding if embedding else parts.entry)
+        if head or sequence_parallel:
+            step = step.plus(parts.head if head else parts.exit)
+        return step
 
     def replay_seconds(
-        self, *, device_type: str, tp: int, rows: int, layers: int, recompute: Recompute
+        self,
+        *,
+        device_type: str,
+        tp: int,
+        rows: int,
+        layers: int,
+        recompute: Recompute,
+        sequence_parallel: bool = False,
     ) -> float:
         """Seconds that one micro-batch's backward spends on recomputation, in all layers of a stage."""
         return sum(
-            segment.layers * self.layer_replay_seconds(device_type, tp, rows, segment.operators)
+            segment.layers
+            * self.layer_replay_seconds(device_type, tp, rows, segment.operators, sequence_parallel)
             for segment in segments(recompute, layers)
         )
 
-    def layer_replay_seconds(self, device_type: str, tp: int, rows: int, operators: OperatorSet) -> float:
+    def layer_replay_seconds(
+        self,
+        device_type: str,
+        tp: int,
+        rows: int,
+        operators: OperatorSet,
+        sequence_parallel: bool = False,
+    ) -> float:
         """Forward seconds of what one layer replays, TP collectives included.
 
         Operators that the profile times together are replayed together, or charged as if they were.
         """
-        key = (device_type, tp, rows, operators)
+        key = (device_type, tp, rows, operators, sequence_parallel)
         if key not in self._replays:
             again = replayed_operators(self.model, self.dtypes, operators)
             groups = [
@@ -153,10 +188,11 @@ class StageCost:
                 for group in self.profile.groups(device_type).layer
                 if not set(again).isdisjoint(group.operators)
             ]
-            reduced = sum(name in SUMMED_OPERATORS for name in again)
-            self._replays[key] = self._operators(groups, device_type, tp, rows).forward + (
-                reduced * self.activation_all_reduce(device_type, tp, rows)
-            )
+            moved: float = sum(name in SUMMED_OPERATORS for name in again)
+            if sequence_parallel:
+                moved = (moved + sum(name in GATHERING_OPERATORS for name in again)) / 2
+            step = self._operators(groups, device_type, tp, rows, sequence_parallel)
+            self._replays[key] = step.forward + moved * self.activation_all_reduce(device_type, tp, rows)
         return self._replays[key]
 
     def covers(self, *, device_type: str, tp: int, rows: int) -> bool:
@@ -181,6 +217,7 @@ class StageCost:
                 embedding=shape.embedding,
                 head=shape.head,
                 recompute=shape.recompute,
+                sequence_parallel=shape.sequence_parallel,
             )
             for type_, rows in distinct
         ]
@@ -198,6 +235,7 @@ class StageCost:
                 rows=rows,
                 layers=shape.layers,
                 recompute=shape.recompute,
+                sequence_parallel=shape.sequence_parallel,
             )
             for type_, rows in {(replica.type, replica.rows) for replica in shape.replicas}
         )
@@ -271,25 +309,37 @@ class StageCost:
             stages.append(StageSeconds(self.stage_step(shape).plus(receive), receive))
         return stages
 
-    def _of_parts(self, device_type: str, tp: int, rows: int) -> tuple[StepSeconds, StepSeconds, StepSeconds]:
-        """(embedding, one layer, head) of a replica."""
-        key = (device_type, tp, rows)
+    def _of_parts(self, device_type: str, tp: int, rows: int, sequence_parallel: bool) -> _Parts:
+        key = (device_type, tp, rows, sequence_parallel and tp > 1)
         if key not in self._parts:
-            groups = self.profile.groups(device_type)
-            activations = self.activation_all_reduce(device_type, tp, rows)
-            # Vocabulary-parallel loss: maximum, sum of exponentials and the label's logit, a float a token.
-            statistics = 3 * self._tp_all_reduce(device_type, tp, rows * self.sequence_length * 4)
-            self._parts[key] = (
-                self._operators(groups.embedding, device_type, tp, rows).plus(StepSeconds(activations, 0.0)),
-                # After attention and after the MLP in forward; before both in backward.
-                self._operators(groups.layer, device_type, tp, rows).plus(
-                    StepSeconds(2 * activations, 2 * activations)
-                ),
-                self._operators(groups.head, device_type, tp, rows).plus(
-                    StepSeconds(statistics, activations)
-                ),
-            )
+            self._parts[key] = self._make_parts(*key)
         return self._parts[key]
+
+    def _make_parts(self, device_type: str, tp: int, rows: int, sequence_parallel: bool) -> _Parts:
+        groups = self.profile.groups(device_type)
+        layer = self._operators(groups.layer, device_type, tp, rows, sequence_parallel)
+        embedding = self._operators(groups.embedding, device_type, tp, rows)
+        head = self._operators(groups.head, device_type, tp, rows)
+        # Vocabulary-parallel loss: maximum, sum of exponentials and the label's logit, a float a token.
+        statistics = 3 * self._tp_all_reduce(device_type, tp, rows * self.sequence_length * 4)
+        whole = self.activation_all_reduce(device_type, tp, rows)
+        if not sequence_parallel:
+            return _Parts(
+                embedding.plus(StepSeconds(whole, 0.0)),
+                # After attention and after the MLP in forward; before both in backward.
+                layer.plus(StepSeconds(2 * whole, 2 * whole)),
+                head.plus(StepSeconds(statistics, whole)),
+            )
+        # A gather or a scatter is half an all-reduce. What a column-cut layer gathers it gathers again in
+        # backward, whose own sum it scatters. Between stages activations are whole.
+        half = whole / 2
+        return _Parts(
+            embedding.plus(StepSeconds(half, half)),
+            layer.plus(StepSeconds(4 * half, 6 * half)),
+            head.plus(StepSeconds(statistics + half, 2 * half)),
+            entry=StepSeconds(0.0, half),
+            exit=StepSeconds(half, 0.0),
+        )
 
     def activation_all_reduce(self, device_type: str, tp: int, rows: int) -> float:
         """Seconds of summing a micro-batch's activations over a TP group; 0 if the operators include it."""
@@ -307,11 +357,19 @@ class StageCost:
         )
 
     def _operators(
-        self, groups: Sequence[OperatorGroup], device_type: str, tp: int, rows: int
+        self,
+        groups: Sequence[OperatorGroup],
+        device_type: str,
+        tp: int,
+        rows: int,
+        sequence_parallel: bool = False,
     ) -> StepSeconds:
         total = ZERO
         for group in groups:
-            total = total.plus(self.group_step(group, device_type, tp, rows))
+            step = self.group_step(group, device_type, tp, rows)
+            if sequence_parallel and BY_POSITION_OPERATORS.issuperset(group.operators):
+                step = step.times(1 / tp)
+            total = total.plus(step)
         return total
 
     def tp_source(self, device_type: str, tp: int, rows: int) -> CollectiveSource:
@@ -356,4 +414,5 @@ def stage_shape(stage: StagePlan, cluster: Cluster, *, zero_stage: int = 0) -> S
         stage.head,
         recompute_of(stage.recompute),
         zero_stage,
+        stage.sequence_parallel,
     )

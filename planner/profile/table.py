@@ -29,7 +29,7 @@ class StepSeconds(NamedTuple):
     def plus(self, other: StepSeconds) -> StepSeconds:
         return StepSeconds(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, count: int) -> StepSeconds:
+    def times(self, count: float) -> StepSeconds:
         return StepSeconds(self.forward * count, self.backward * count)
 
 

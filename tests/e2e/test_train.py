@@ -78,6 +78,7 @@ def test_what_only_fits_with_recomputation_is_planned_and_trained(tmp_path: Path
         model=make_llama(layers=4, hidden_size=48, dropout=0.1, max_sequence_length=64).model_dump(),
         training={"global_batch_size": 8, "sequence_length": 64, "steps": 3},
         plan="auto",
+        zero_stages=[0],
         cluster={"nodes": [{"name": "n", "emulate": True, "devices": [{"type": "RTX3090", "count": 2}]}]},
         emulation={"memory_scale": 14_000},
     )

@@ -78,6 +78,14 @@ def with_recompute(plan: Plan, *counts: dict[str, int]) -> Plan:
     return Plan.model_validate(data)
 
 
+def by_position(plan: Plan) -> Plan:
+    """The same plan whose stages with TP cut activations by position."""
+    data = plan.model_dump()
+    for stage in (stage for pipeline in data["pipelines"] for stage in pipeline["stages"]):
+        stage["sequence_parallel"] = stage["tp"] > 1
+    return Plan.model_validate(data)
+
+
 def whole_layers(model: ModelSpec, layers: int) -> dict[str, int]:
     """Full recomputation."""
     return dict.fromkeys(layer_operators(model), layers)

@@ -17,7 +17,7 @@ from planner.operators import layer_operators
 from planner.plan import Plan
 from tests.engine.covering import Row, covering_rows
 from tests.engine.law_checks import assert_trains_as_one_process, one_process
-from tests.engine.law_plans import plan_of, whole_layers, with_recompute
+from tests.engine.law_plans import by_position, plan_of, whole_layers, with_recompute
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import relative_difference, train_plan, training_of, write_tokens
 from tests.engine.reference import Trained
@@ -50,12 +50,29 @@ FACTORS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.15],
     "zero": ["whole state", "ZeRO-1", "ZeRO-1 by pipeline", "ZeRO-2", "ZeRO-2 by pipeline"],
     "overlap": [False, True],
+    "sequence_parallel": [False, True],
     "clip": [None, CLIP],
 }
 
 
+# What means nothing together, or is refused.
+FORBIDDEN: list[dict[str, Any]] = [
+    *(
+        {"gradient_sync": sync, "zero": zero}
+        for sync in ("tensor", "device")
+        for zero in FACTORS["zero"]
+        if zero != "whole state"
+    ),
+    *(
+        {"shape": name, "sequence_parallel": True}
+        for name, (pipelines, _, _) in SHAPES.items()
+        if all(tp == 1 for stages in pipelines for tp, _, _ in stages)
+    ),
+]
+
+
 def _allowed(row: Row) -> bool:
-    return row["zero"] == "whole state" or row["gradient_sync"] == "block"
+    return not any(pair.items() <= row.items() for pair in FORBIDDEN)
 
 
 ROWS = covering_rows(FACTORS, _allowed)
@@ -64,7 +81,8 @@ ROWS = covering_rows(FACTORS, _allowed)
 def _model(row: Row) -> ModelSpec:
     fields: dict[str, Any] = {
         "layers": 2,
-        "max_sequence_length": 16,
+        # Every TP degree divides it.
+        "max_sequence_length": 12,
         "tied_embedding": row["tied"],
         "dropout": row["dropout"],
     }
@@ -94,7 +112,8 @@ def _plan(row: Row) -> Plan:
             first, last = (layer_operators(model).index(name) for name in ("qkv", "context"))
             wanted = dict.fromkeys(layer_operators(model)[first:last], max(1, layers - 1))
         counts.append(wanted)
-    return with_recompute(plan, *counts)
+    plan = with_recompute(plan, *counts)
+    return by_position(plan) if row["sequence_parallel"] else plan
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +127,7 @@ def test_every_two_choices_meet() -> None:
         for one in ones:
             for other in others:
                 pair = {first: one, second: other}
-                forbidden = (
-                    pair.get("gradient_sync") in ("tensor", "device")
-                    and pair.get("zero", "whole state") != "whole state"
-                )
-                assert (((first, one), (second, other)) in met) != forbidden
+                assert (((first, one), (second, other)) in met) != (pair in FORBIDDEN)
     assert len(ROWS) < 66, "pairs are meant to share rows"
 
 

@@ -17,7 +17,8 @@ from actors.engine.process_groups import ProcessGroups
 from actors.engine.trainer import IterationReport, TrainerConfig
 from planner.cluster import Cluster
 from planner.cost.gradient import block_seconds, optimizer_seconds
-from planner.cost.price import replica_seconds, transfer_seconds
+from planner.cost.price import price_plan, replica_seconds, transfer_seconds
+from planner.cost.stages import StageCost, stage_shape
 from planner.gradient_calls import gradient_layout
 from planner.plan import Plan, PlanEmulation
 from tests.engine import reference
@@ -217,6 +218,35 @@ def test_an_emulated_run_trains_the_same_and_no_faster_than_planned(
         assert report.compute_end_time - report.start_time >= busy
         assert [event.kind for event in report.events].count("backward") == micro_batches
         assert math.isclose(report.events[-1].end_seconds, report.end_time - report.start_time, abs_tol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["all", "pipeline"])
+def test_replicas_scatter_and_gather_no_faster_than_planned(
+    rank_pool: RankPool, tokens: Path, scope: str
+) -> None:
+    """ZeRO-2: each backward lasts its scatter longer, and new parameters are there when their links have them."""
+    scale = 300.0
+    plan = emulated_plan([(1, 2, 4)], [(1, 1, 1), (1, 1, 3)], time_scale=scale)
+    plan = Plan.model_validate(plan.model_dump() | {"zero_stage": 2, "zero_scope": scope})
+    training = training_of(plan, steps=2)
+    config = TrainerConfig(plan=plan, training=training, tokens=tokens, timeout_seconds=30)
+    outcomes = rank_pool.run(train_rank, config, world_size=plan.world_size)
+    expected, priced = reference.train(plan.model, training, tokens), price_plan(plan)
+    cost = StageCost.of_plan(plan)
+    assert priced.gather_seconds > 0
+    for place, outcome in zip(plan.ranks, outcomes, strict=True):
+        report: IterationReport = outcome.reports[-1]
+        assert report.loss == pytest.approx(expected.losses[-1], rel=1e-6)
+        step = replica_seconds(plan, pipeline=place.pipeline, stage=place.stage, replica=place.replica)
+        stage = plan.pipelines[place.pipeline].stages[place.stage]
+        scatter = cost.scatter_seconds(stage_shape(stage, plan.cluster, zero_stage=2))
+        assert (scatter > 0) == (stage.dp > 1)
+        for event in report.events:
+            if event.kind == "backward":
+                assert event.end_seconds - event.start_seconds >= (step.backward + scatter) * scale
+        if stage.dp > 1:
+            assert report.end_time - report.sync_end_time >= priced.gather_seconds * scale
 
 
 def _out_of_memory_message(rank: int, config: TrainerConfig) -> str:

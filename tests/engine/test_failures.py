@@ -26,6 +26,9 @@ VICTIM = 1
 # The victim is a neighbour stage of one rank and a holder of gradients with the others.
 PLAN = plan_of([(1, 1, 2), (1, 1, 2)], [(2, 1, 4)], samples=[3, 3])
 
+# The victim is one of the replicas that scatter in backward; the other pipeline waits at the end.
+SHARED = plan_of([(1, 2, 4)], [(1, 1, 4)], samples=[4, 2], zero_stage=2)
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
@@ -66,12 +69,14 @@ def _die_on_victim(rank: int, config: TrainerConfig, folder: Path) -> None:
     (folder / f"{rank}.txt").write_text(_error(trainer))
 
 
+@pytest.mark.parametrize("plan", [PLAN, SHARED], ids=["neighbours", "replicas that share gradients"])
 def test_an_error_of_one_rank_reaches_all_within_the_timeout(
-    rank_pool: RankPool, config: TrainerConfig
+    rank_pool: RankPool, config: TrainerConfig, plan: Plan
 ) -> None:
-    errors = rank_pool.run(_raise_on_victim, config, world_size=PLAN.world_size)
+    own = replace(config, plan=plan, training=training_of(plan, steps=3))
+    errors = rank_pool.run(_raise_on_victim, own, world_size=plan.world_size)
     assert errors[VICTIM] == "ArithmeticError: this device is broken"
-    for rank in set(range(PLAN.world_size)) - {VICTIM}:
+    for rank in set(range(plan.world_size)) - {VICTIM}:
         # Cut off by the victim, not timed out: its process is still there.
         assert "onnection closed" in errors[rank], errors[rank]
 
@@ -171,14 +176,15 @@ def test_an_error_of_a_rank_survives_the_way_to_another_process() -> None:
 
 
 def test_a_plan_for_what_the_runtime_lacks_is_refused_before_any_rank_is_met(config: TrainerConfig) -> None:
-    data = PLAN.model_dump() | {"zero_stage": 2}
+    data = PLAN.model_dump()
+    data["dtypes"]["grad"] = "bf16"
     refused = TrainerConfig(
         plan=Plan.model_validate(data),
         training=config.training,
         tokens=config.tokens,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    with pytest.raises(ValueError, match=r"zero_stage = 2 .* set it to 1"):
+    with pytest.raises(ValueError, match=r"dtypes.grad = 'bf16' .* use 'fp32'"):
         # No store: nothing may be asked of it.
         Trainer(config=refused, rank=0, store=None)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from planner.cluster import Cluster
 from planner.cost.plan_memory import PlanMemory
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes, Plan, Precision
-from tests.engine.law_plans import whole_layers, with_recompute
+from tests.engine.law_plans import by_position, whole_layers, with_recompute
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import training_of, write_tokens
 from tests.engine.test_memory_prediction import peak_of_rank
@@ -115,6 +115,23 @@ SHORT = {"max_sequence_length": 32, "hidden_size": 128, "ffn_hidden_size": 512}
 LONG = {"max_sequence_length": 256}
 DROPPED = {"dropout": 0.1}
 
+
+def _by_position(
+    model: ModelSpec, precision: Precision, stages: list[Degrees], *, size: int = 4, recompute: bool = False
+) -> Plan:
+    counts = [whole_layers(model, layers) for _, _, layers in stages]
+    plan = _plan(
+        model,
+        stages,
+        micro_batch_size=size,
+        micro_batches=6,
+        precision=precision,
+        recompute=counts if recompute else None,
+    )
+    return by_position(plan)
+
+
+CUT_STAGES: list[Degrees] = [(2, 1, 2), (2, 1, 1), (2, 1, 1)]
 PLANS: dict[str, Callable[[], Plan]] = {
     "llama": lambda: _three_stages(_llama(), "fp32"),
     "llama in bf16": lambda: _three_stages(_llama(), "bf16"),
@@ -138,6 +155,12 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "the MLP recomputed": lambda: _wide(
         _gpt3(**SHORT), "bf16", recompute=[{"mlp_norm": 2, "mlp_up": 2, "activation": 2}, {"activation": 1}]
     ),
+    "by position": lambda: _by_position(_gpt3(), "fp32", CUT_STAGES),
+    "by position, llama, wide, bf16": lambda: _by_position(
+        _llama(**SHORT), "bf16", [(2, 1, 2), (2, 1, 2)], size=8
+    ),
+    "by position, four ranks, dropout": lambda: _by_position(_gpt3(**DROPPED), "fp32", [(4, 1, 4)]),
+    "by position, all recomputed": lambda: _by_position(_gpt3(**DROPPED), "bf16", CUT_STAGES, recompute=True),
     "recomputed and cut": lambda: _cut(
         _llama(**DROPPED), "bf16", recompute=[whole_layers(_llama(), 2), _paper(2)]
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -21,12 +20,6 @@ def test_what_it_can_run_is_not_refused(name: str) -> None:
     check_supported(HAND_PICKED[name])
 
 
-def _stage_changed(**changes: Any) -> Plan:
-    data = plan_of([(1, 1, 2), (1, 1, 2)]).model_dump()
-    data["pipelines"][0]["stages"][1].update(changes)
-    return Plan.model_validate(data)
-
-
 REFUSED = {
     "gradient_sync = 'tensor' cannot shard optimizer state": lambda: plan_of(
         [(1, 1, 4)], zero_stage=1, gradient_sync="tensor"
@@ -37,7 +30,6 @@ REFUSED = {
     "dtypes.grad = 'bf16' is not supported by the runtime; use 'fp32'": lambda: plan_of(
         [(1, 1, 4)], dtypes={"param": "bf16", "grad": "bf16"}
     ),
-    "pipelines[0].stages[1].sequence_parallel = true": lambda: _stage_changed(sequence_parallel=True),
 }
 
 

@@ -11,11 +11,13 @@ from planner.describe import (
     idle_words,
     recompute_legend,
     search_words,
+    sequence_parallel_words,
     used_words,
     zero_words,
 )
 from planner.operators import layer_operators
 from planner.plan import Plan
+from tests.engine.law_plans import by_position
 from tests.plans import make_model, make_plan
 
 
@@ -158,3 +160,11 @@ def test_the_gap_is_of_the_cost_where_that_was_the_objective() -> None:
     bounds = {"cost_per_million_tokens": 1.1, "lower_bound_cost_per_million_tokens": 1.0}
     plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=bounds)})
     assert "costs less than 1 per million tokens: this one costs at most 10.0% more" in gap_words(plan)
+
+
+def test_stages_cut_by_position_say_so() -> None:
+    plan = make_plan(make_model(), [[(2, 1, 2), (1, 2, 2)]])
+    assert sequence_parallel_words(plan) == ""
+    plan = with_prediction(by_position(plan))
+    assert [row.tp_dp for row in describe(plan).pipelines[0].stages] == ["2/1 SP", "1/2"]
+    assert sequence_parallel_words(plan).startswith("SP: norms, residuals and dropout")

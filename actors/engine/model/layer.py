@@ -14,7 +14,7 @@ from actors.engine.model.flow import GPT3_FLOW, LLAMA_FLOW, Operator
 from actors.engine.model.norm import RmsNorm
 from actors.engine.model.recompute import Recording, storages
 from actors.engine.model.rotary import Rotation, rotated
-from actors.engine.model.tensor_parallel import ColumnLinear, RowLinear, own_part, shared
+from actors.engine.model.tensor_parallel import ColumnLinear, RowLinear, column_products, own_part
 from planner.model_spec import ModelSpec
 
 
@@ -44,14 +44,26 @@ class Mlp(nn.Module):
 
 class Layer(nn.Module):
     """hidden `[rows, sequence, hidden]` -> the same shape. From `qkv` to `context`, tensors are
-    `[rows x heads of the TP rank, sequence, head size]`, or `[.., sequence, sequence]`."""
+    `[rows x heads of the TP rank, sequence, head size]`, or `[.., sequence, sequence]`.
+
+    With `by_position` (sequence parallelism) the TP rank has its share of the sequence in what it is given and
+    makes, and in norms, residuals and their dropout.
+    """
 
     operators: tuple[Operator, ...]
 
     def __init__(
-        self, model: ModelSpec, *, index: int, tp: int, tp_rank: int, replayed: frozenset[str]
+        self,
+        model: ModelSpec,
+        *,
+        index: int,
+        tp: int,
+        tp_rank: int,
+        by_position: bool,
+        replayed: frozenset[str],
     ) -> None:
         super().__init__()
+        self._by_position, self._tp_rank = by_position, tp_rank
         self._replayed = replayed
         self._parameter_storages: frozenset[int] | None = None
         self._heads = model.heads // tp
@@ -91,12 +103,9 @@ class Layer(nn.Module):
         return Recording(self._replayed, self._parameter_storages)
 
     def qkv(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        whole = shared(normed, like=self.attention.query.weight)
-        return (
-            self._split_heads(self.attention.query(whole)),
-            self._split_heads(self.attention.key(whole)),
-            self._split_heads(self.attention.value(whole)),
-        )
+        layers = [self.attention.query, self.attention.key, self.attention.value]
+        query, key, value = column_products(normed, layers, by_position=self._by_position)
+        return self._split_heads(query), self._split_heads(key), self._split_heads(value)
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return attention_scores(query, key, mask)
@@ -114,20 +123,25 @@ class Layer(nn.Module):
         return heads.transpose(1, 2).flatten(2)
 
     def attention_output(self, context: torch.Tensor) -> torch.Tensor:
-        update: torch.Tensor = self.attention.output(context)
+        update: torch.Tensor = self.attention.output(context, by_position=self._by_position)
         return update
 
     def attention_residual(
         self, hidden: torch.Tensor, update: torch.Tensor, draws: Draws | None
     ) -> torch.Tensor:
-        return hidden + self._dropped("attention_residual", update, draws, rows=update.shape[0])
+        return hidden + self._dropped_update("attention_residual", update, draws)
 
     def mlp_down(self, inner: torch.Tensor) -> torch.Tensor:
-        update: torch.Tensor = self.mlp.down(inner)
+        update: torch.Tensor = self.mlp.down(inner, by_position=self._by_position)
         return update
 
     def mlp_residual(self, hidden: torch.Tensor, update: torch.Tensor, draws: Draws | None) -> torch.Tensor:
-        return hidden + self._dropped("mlp_residual", update, draws, rows=update.shape[0])
+        return hidden + self._dropped_update("mlp_residual", update, draws)
+
+    def _dropped_update(self, operator: str, update: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        rows, positions = update.shape[:2]
+        first_line = self._tp_rank * positions if self._by_position else 0
+        return self._dropped(operator, update, draws, rows=rows, first_line=first_line)
 
     def _dropped(
         self, operator: str, values: torch.Tensor, draws: Draws | None, *, rows: int, first_line: int = 0
@@ -147,7 +161,7 @@ class Gpt3Layer(Layer):
     operators = GPT3_FLOW
 
     def mlp_up(self, normed: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = self.mlp.up(shared(normed, like=self.mlp.up.weight))
+        (inner,) = column_products(normed, [self.mlp.up], by_position=self._by_position)
         return inner
 
     def activation(self, inner: torch.Tensor) -> torch.Tensor:
@@ -165,24 +179,31 @@ class LlamaLayer(Layer):
         return rotated(query, rotation), rotated(key, rotation)
 
     def mlp_gate_up(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = shared(normed, like=self.mlp.up.weight)
-        return self.mlp.gate(whole), self.mlp.up(whole)
+        gate, inner = column_products(normed, [self.mlp.gate, self.mlp.up], by_position=self._by_position)
+        return gate, inner
 
     def activation(self, gate: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * inner
 
 
 def make_layer(
-    model: ModelSpec, *, index: int, tp: int, tp_rank: int, replayed: frozenset[str] = frozenset()
+    model: ModelSpec,
+    *,
+    index: int,
+    tp: int,
+    tp_rank: int,
+    by_position: bool = False,
+    replayed: frozenset[str] = frozenset(),
 ) -> Layer:
     """A layer of the model's family.
 
     Args:
         index: counted from the model's first layer.
+        by_position: sequence parallelism inside the TP group.
         replayed: the operators that backward replays, as planner.cost.layer_flow says.
     """
     kind = Gpt3Layer if model.family == "gpt3" else LlamaLayer
-    return kind(model, index=index, tp=tp, tp_rank=tp_rank, replayed=replayed)
+    return kind(model, index=index, tp=tp, tp_rank=tp_rank, by_position=by_position, replayed=replayed)
 
 
 def norm(model: ModelSpec) -> nn.Module:

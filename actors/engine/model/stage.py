@@ -14,6 +14,7 @@ from actors.engine.model.dropout import Draws, Dropout
 from actors.engine.model.layer import causal_mask, make_layer, norm
 from actors.engine.model.loss import cross_entropy_sum, vocabulary_parallel_cross_entropy_sum
 from actors.engine.model.rotary import rotation_table
+from actors.engine.model.sequence_parallel import all_positions, own_positions
 from actors.engine.model.tensor_parallel import TokenTable, first_row, parallelize
 from planner.cost.layer_flow import replayed_operators
 from planner.model_spec import ModelSpec
@@ -33,8 +34,8 @@ class ParameterHandle:
 
     `leaf` is what autograd knows (a DTensor if TP cuts it); `local` is the rank's shard, vocabulary
     padding included, which shares the leaf's storage and needs no gradient. After a backward pass the
-    gradient of a replicated parameter is whole and equal on every TP rank, that of a cut one is the
-    rank's shard, with zeros in padding.
+    gradient of a replicated parameter is whole and equal on every TP rank (with sequence parallelism, a part of
+    the sum over them), that of a cut one is the rank's shard, with zeros in padding.
     """
 
     spec: Parameter
@@ -59,6 +60,8 @@ class StageModel(nn.Module):
         self._dtype = dtype
         self._constants: dict[str, Any] = {}
         self.has_embedding, self.has_head = stage.embedding, stage.head
+        self._by_position, self._tp_rank = stage.sequence_parallel and stage.tp > 1, tp_rank
+        self._mesh: DeviceMesh | None = None
         rows = -(-model.vocab_size // stage.tp) * stage.tp
         tied_head = stage.head and model.tied_embedding
         if stage.embedding or tied_head:
@@ -72,6 +75,7 @@ class StageModel(nn.Module):
                     index=index,
                     tp=stage.tp,
                     tp_rank=tp_rank,
+                    by_position=self._by_position,
                     replayed=_replayed(model, stage, index, dtype),
                 )
                 for index in range(*stage.layers)
@@ -110,30 +114,36 @@ class StageModel(nn.Module):
         return self.loss(logits, labels) * loss_scale
 
     def hidden(self, inputs: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
-        """What the stage's last layer makes of a micro-batch's inputs."""
+        """What the stage's last layer makes of a micro-batch's inputs: whole, or what the head takes."""
         hidden = self.embed(inputs, draws) if self.has_embedding else inputs
         del inputs
+        if self._by_position and not self.has_embedding:
+            hidden = own_positions(hidden, self._tp_mesh())
         if len(self.layers):
             constants = self._layer_constants(hidden.device) | {"draws": draws}
             for layer in self.layers.values():
                 hidden = layer(hidden, constants)
+        if self._by_position and not self.has_head:
+            return all_positions(hidden, self._tp_mesh())
         return hidden
 
     def embed(self, ids: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
         """The tokens' embeddings and, where the model learns them, those of their positions, summed."""
         tokens = self.embedding["tokens"]
         assert isinstance(tokens, TokenTable)
-        hidden = tokens.lookup(ids)
+        hidden = tokens.lookup(ids, by_position=self._by_position)
+        first = self._tp_rank * hidden.shape[1] if self._by_position else 0
         if "positions" in self.embedding:
             positions = self.embedding["positions"]
             assert isinstance(positions, nn.Embedding)
-            hidden = hidden + positions.weight[: ids.shape[-1]]
-        dropout = Dropout(self._spec.dropout if self.training else 0.0, layer=-1, operator="embedding")
+            hidden = hidden + positions.weight[first : first + hidden.shape[1]]
+        probability = self._spec.dropout if self.training else 0.0
+        dropout = Dropout(probability, layer=-1, operator="embedding", first_line=first)
         return dropout(hidden, draws, rows=ids.shape[0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rank's vocabulary shard: `[rows, sequence, hidden]` -> `[.., rows of the table]`."""
-        return self._head_table().project(self.final_norm(hidden))
+        return self._head_table().project(self.final_norm(hidden), by_position=self._by_position)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of the counted tokens' cross-entropies; logits are those of the rank's vocabulary shard."""
@@ -147,6 +157,15 @@ class StageModel(nn.Module):
             vocab_size=self._spec.vocab_size,
             group=weight.device_mesh.get_group(),
         )
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        """Cut the weights, still on the meta device, over a TP mesh."""
+        parallelize(self, mesh)
+        self._mesh = mesh
+
+    def _tp_mesh(self) -> DeviceMesh:
+        assert self._mesh is not None, "activations are cut by position inside TP groups alone"
+        return self._mesh
 
     def _head_table(self) -> TokenTable:
         table = self.head if hasattr(self, "head") else self.embedding["tokens"]
@@ -179,7 +198,7 @@ def build_stage(
             model=model, stage=stage, sequence_length=sequence_length, dtype=dtype, tp_rank=tp_rank
         ).to(dtype)
     if mesh is not None:
-        parallelize(module, mesh)
+        module.cut(mesh)
     module.to_empty(device=device)
     leaves = dict(module.named_parameters())
     handles = [

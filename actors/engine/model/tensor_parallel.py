@@ -2,15 +2,17 @@
 
 Weights are DTensors on the replica's one-dimensional mesh, cut by `parallelize_module`; what crosses a
 cut is redistributed as DTensors are. Between, operators work on the rank's own plain tensors: activations
-are whole on every TP rank outside a column/row pair and cut by heads or features inside it. (DTensor's
-dispatch of every single operator would cost more than a small operator takes.)
+are cut by heads or features inside a column/row pair. Outside, they are whole on every TP rank or, with
+sequence parallelism, cut by position (sequence_parallel.py). (DTensor's dispatch of every single operator would
+cost more than a small operator takes.)
 Without TP every function here passes its input through, and no DTensor exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from actors.engine.model.sequence_parallel import products_of_all_positions
 
 
 class Cut(ParallelStyle):
@@ -69,24 +73,21 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer whose output features are cut over TP; the input comes from `shared`."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        bias = self.bias
-        return F.linear(input, own_part(self.weight), bias if bias is None else own_part(bias))
+    """A linear layer whose output features are cut over TP; see `column_products`."""
 
 
 class RowLinear(nn.Linear):
-    """A linear layer whose input features are cut over TP; the output is whole on every rank.
+    """A linear layer whose input features are cut over TP; the output is summed over the ranks.
 
-    The bias is added once, after the sum over the ranks, so every rank holds a copy of it.
+    The bias is added once, after the sum, so every rank holds a copy of it.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *, by_position: bool = False) -> torch.Tensor:
         if not isinstance(self.weight, DTensor):
             return super().forward(input)
-        whole = summed(F.linear(input, own_part(self.weight)), like=self.weight)
-        return whole if self.bias is None else whole + self.bias
+        part = F.linear(input, own_part(self.weight))
+        total = summed(part, like=self.weight, by_position=by_position)
+        return total if self.bias is None else total + self.bias
 
 
 class TokenTable(nn.Module):
@@ -100,19 +101,39 @@ class TokenTable(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the tokens: ids `[..]` -> `[.., hidden]`."""
+    def lookup(self, ids: torch.Tensor, *, by_position: bool = False) -> torch.Tensor:
+        """Rows of the tokens: ids `[rows, sequence]` -> `[rows, sequence, hidden]`, or the rank's positions of it."""
         if not isinstance(self.weight, DTensor):
             return F.embedding(ids, self.weight)
         own = own_part(self.weight)
         shifted = ids - first_row(self.weight)
         elsewhere = (shifted < 0) | (shifted >= own.shape[0])
         rows = F.embedding(shifted.masked_fill(elsewhere, 0), own)
-        return summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), like=self.weight)
+        found = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return summed(found, like=self.weight, by_position=by_position)
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the rank's rows: `[.., hidden]` -> `[.., rows / tp]`."""
-        return F.linear(shared(hidden, like=self.weight), own_part(self.weight))
+    def project(self, hidden: torch.Tensor, *, by_position: bool = False) -> torch.Tensor:
+        """Logits of the rank's rows: `[.., hidden]`, or the rank's positions of it, -> `[.., rows / tp]`."""
+        (logits,) = column_products(hidden, [self], by_position=by_position)
+        return logits
+
+
+def column_products(
+    hidden: torch.Tensor, layers: Sequence[ColumnLinear | TokenTable], *, by_position: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """What layers whose output features are cut over TP make of one input, which every rank holds whole, or
+    with `by_position` its positions of it. Its gradient is summed once for all of them."""
+    like = layers[0].weight
+    weights = [own_part(layer.weight) for layer in layers]
+    biases = [own_part(layer.bias) if _has_bias(layer) else None for layer in layers]
+    if by_position and isinstance(like, DTensor):
+        return products_of_all_positions(hidden, weights, biases, like.device_mesh)
+    whole = shared(hidden, like=like)
+    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def _has_bias(layer: ColumnLinear | TokenTable) -> TypeGuard[ColumnLinear]:
+    return isinstance(layer, ColumnLinear) and layer.bias is not None
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -131,10 +152,10 @@ def shared(whole: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     return placed.to_local(grad_placements=[Partial()])
 
 
-def summed(part: torch.Tensor, *, like: DTensor) -> torch.Tensor:
-    """The sum over the TP ranks of what each holds a part of."""
+def summed(part: torch.Tensor, *, like: DTensor, by_position: bool = False) -> torch.Tensor:
+    """The sum over the TP ranks of what each holds a part of; `by_position`: the rank's positions of it."""
     placed = DTensor.from_local(part, like.device_mesh, [Partial()], run_check=False)
-    return placed.redistribute(placements=[Replicate()]).to_local()
+    return placed.redistribute(placements=[Shard(1) if by_position else Replicate()]).to_local()
 
 
 def first_row(weight: DTensor) -> int:
