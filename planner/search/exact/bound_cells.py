@@ -4,7 +4,8 @@ comes after.
 What comes after a pipeline's last backward is W' = max over stages of (their gradients and optimizer - the
 backwards that earlier stages do meanwhile). A stage that is q-th from the front can hide its own behind at
 most q - 1 backwards, none longer than the period, so in a cell with W' <= A' it has at most A' + (q - 1) P'
-to do.
+to do. What begins only when all stages have their gradients (the optimizer, gathering parameters) hides behind nothing:
+no stage has more than A' of it.
 """
 
 from __future__ import annotations
@@ -204,18 +205,22 @@ class _Weights:
         within = (table.least <= cells.high.max(initial=0.0)).any(axis=(0, 1))
         self._upto = int(np.flatnonzero(within).max(initial=0)) + 1
         self._most_after = table.after.max(axis=(1, 2), initial=0.0)
+        self._most_tail = table.tail.max(axis=(1, 2), initial=0.0)
 
     def of(self, role: Role, position: int, ahead: int) -> FloatArray:
         """`ahead` is the most stages that may stand before this one."""
         upto = self._upto
         limit = self._cells.after_high + ahead * self._cells.high
         limited = float(self._most_after[role]) > float(limit.min(initial=np.inf))
-        ranked = self._ranking.of(role, position, upto=upto, by_after=limited)
+        limited |= float(self._most_tail[role]) > float(self._cells.after_high.min(initial=np.inf))
+        ranked = self._ranking.of(role, position, upto=upto, by="tail" if limited else "seconds")
         seconds = ranked.seconds[:, None]
         weights = seconds * self._rate[:, None] + (ranked.cost * self._scale)[:, None]
-        weights[seconds > self._cells.high[:, None]] = np.inf
+        np.putmask(weights, seconds > self._cells.high[:, None], np.inf)
         if limited:
-            weights[ranked.after[:, None] * (1 - 1e-9) > limit[:, None]] = np.inf
+            np.putmask(weights, ranked.after[:, None] * (1 - 1e-9) > limit[:, None], np.inf)
+            most = self._cells.after_high[:, None]
+            np.putmask(weights, ranked.tail[:, None] * (1 - 1e-9) > most, np.inf)
         found = np.full((len(self._cells), self._table.layers + 1), np.inf)
         weights.min(axis=0, initial=np.inf, out=found[:, :upto])
         return found

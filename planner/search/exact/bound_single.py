@@ -14,7 +14,7 @@ from planner.search.exact.prices import Budget, DevicePrices, Intervals
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
-_RATIO = 1.01
+_RATIO = 1.02
 _MOST_EDGES = 32
 # Cells this close to the lowest are cut with it.
 _NEAR = 1.005
@@ -61,6 +61,7 @@ class _SinglePipeline:
         self._devices = float(prices.per_device @ np.array(budget.counts))
         few = with_in_flight(table, self._micro_batches)
         held = Intervals.of(few, ratio=_RATIO)
+        held = held.affordable(prices, budget)
         near = held.low * max(1, self._micro_batches) <= upper
         low, high = held.low[near], held.high[near]
         self.groups: list[_Cell] = []

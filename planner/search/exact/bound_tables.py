@@ -40,7 +40,8 @@ def _with_covers(
     seconds = np.array([[_line(cover, maker, role) for cover in covers] for role in Role])
     receive = [[_receive(cover, maker.surroundings, role) for cover in covers] for role in Role]
     replay = np.array([[_replay(cover, makers, role, size) for cover in covers] for role in Role])
-    gradient, update = _after(covers, makers)
+    gradient, update, gathered = _after(covers, makers)
+    holders = [min(m.zero.holders(cover.fewest_replicas) for m in makers) for cover in covers]
     return replace(
         table,
         covers=tuple(covers),
@@ -49,9 +50,12 @@ def _with_covers(
         receive=np.concatenate([table.receive, np.array(receive)], axis=1),
         replay=np.concatenate([table.replay, replay], axis=1),
         gradient_bytes=np.concatenate([table.gradient_bytes, gradient], axis=1),
-        holders=np.concatenate([table.holders, [min(m.zero.holders(2) for m in makers)] * len(covers)]),
+        holders=np.concatenate([table.holders, holders]),
         update=np.concatenate([table.update, update], axis=1),
+        gathered_bytes=np.concatenate([table.gathered_bytes, gathered], axis=1),
+        last=np.concatenate([table.last, update], axis=1),
         after=np.concatenate([table.after, update], axis=1),
+        tail=np.concatenate([table.tail, update], axis=1),
     )
 
 
@@ -85,9 +89,9 @@ def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role, size: int) -
     return least
 
 
-def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, FloatArray]:
-    """Bytes of gradients, and seconds of the optimizer on the quickest kind, each under the kindest ZeRO stage:
-    [role, cover, layers]. A cover has as many replicas as rows at most."""
+def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, ...]:
+    """Bytes of gradients, seconds of the optimizer on the quickest kind, and bytes gathered, each under the kindest
+    ZeRO stage: [role, cover, layers]. A cover has as many replicas as rows at most."""
     cost, pool = makers[0].cost, makers[0].pool
     streaming = min(
         cost.profile.streaming_seconds(device_type=kind.type, moved_bytes=1.0) for kind in pool.kinds
@@ -105,4 +109,5 @@ def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[Float
         ]
         for role in Role
     ]
-    return reduced * np.array(wire)[:, None], values * moved / np.array(ways)[..., None]
+    gathered = min(m.zero.gathered_bytes_per_value(cost.dtypes)[0] for m in makers)
+    return reduced * np.array(wire)[:, None], values * moved / np.array(ways)[..., None], reduced * gathered

@@ -15,13 +15,15 @@ from planner.search.exact.stage_table import StageTable
 
 @dataclass(frozen=True)
 class ChainStage:
-    """A stage of a chain: how it is built, its layers, its seconds and those after its last backward."""
+    """A stage of a chain: how it is built, its layers, its seconds and those after its last backward, of which `tail`
+    begin only when all stages have their gradients."""
 
     choice: StageChoice
     layers: int
     forward: float
     backward: float
     after: float
+    tail: float
 
     @property
     def seconds(self) -> float:
@@ -48,9 +50,10 @@ class Chain:
         fill = sum(stage.seconds for stage in self.stages)
         ends, drained = [], 0.0
         for stage in self.stages:
-            ends.append(fill - drained + stage.after)
+            ends.append(fill - drained + stage.after - stage.tail)
             drained += stage.backward
-        return Pace(self.micro_batch_size, max(ends), max(stage.seconds for stage in self.stages))
+        last = max(stage.tail for stage in self.stages)
+        return Pace(self.micro_batch_size, max(ends) + last, max(stage.seconds for stage in self.stages))
 
 
 def make_chain(table: StageTable, stages: Sequence[tuple[int, int]]) -> Chain:
@@ -67,6 +70,7 @@ def make_chain(table: StageTable, stages: Sequence[tuple[int, int]]) -> Chain:
                 float(table.forward[role, choice, layers]),
                 float(table.backward[role, choice, layers] + table.receive[role, choice] + replay),
                 float(table.after[role, choice, layers]),
+                float(table.tail[role, choice, layers]),
             )
         )
         counts = [held + more for held, more in zip(counts, table.counts[choice], strict=True)]

@@ -29,7 +29,7 @@ _SHAPE_SLACK = 1.12
 _PERIOD_RATIO = 1.01
 _MOST_PERIODS = 48
 _ITEMS = 150
-_MAKING_ROUNDS = 20
+MAKING_ROUNDS, FEW_ROUNDS = 20, 5
 # Equal parts of the cluster that are tried.
 _MOST_COPIES = 8
 # Of the samples, by the price of its devices, the most of one pipeline among several.
@@ -226,6 +226,8 @@ class Combiner:
     taken: Sequence[Chain] = ()
     parts: bool = False
     """Whether no pipeline may be worth nearly all devices, where single pipelines are searched apart."""
+    rounds: int = MAKING_ROUNDS
+    """How often columns are made for a set; among very many devices that takes long and is seldom of use."""
 
     def sets(self, *, most: int, others: bool) -> Iterator[list[Chain]]:
         """Sets that end soonest, for any number of pipelines and then for each up to `most`; with `others`,
@@ -287,7 +289,7 @@ class Combiner:
             allowed = self.columns.vectors @ self.prices.per_device <= _PART * self.budget.samples
         if without is not None:
             allowed[without] = False
-        for _ in range(_MAKING_ROUNDS):
+        for _ in range(self.rounds):
             found = self._at_estimates(pipelines, seconds, allowed)
             if found is None:
                 return None

@@ -38,6 +38,11 @@ class Cover:
         """Kinds that can stand beside the slowest replica."""
         return [kind for kind, rows in enumerate(self.rows) if rows and kind != self.kind]
 
+    @property
+    def fewest_replicas(self) -> int:
+        """The slowest, and others with the most rows that they can have."""
+        return 1 - (self.own - self.size) // max(self.rows)
+
     def cost(self, prices: FloatArray) -> float:
         """Price of the cheapest replicas that cover the micro-batch."""
         least = [0.0] + [np.inf] * self.size

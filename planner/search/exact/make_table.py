@@ -34,7 +34,8 @@ class TableMaker:
         """The table of one micro-batch size, for a single pipeline."""
         layers = self.cost.model.layers
         shape = (len(Role), len(choices))
-        forward, backward, gradient, update = (np.zeros((*shape, layers + 1)) for _ in range(4))
+        forward, backward = (np.zeros((*shape, layers + 1)) for _ in range(2))
+        after = np.zeros((4, *shape, layers + 1))
         receive = np.zeros(shape)
         replay = np.full((*shape, self.replays.max_stages + 1, layers + 1), np.inf)
         for index, choice in enumerate(choices):
@@ -43,7 +44,7 @@ class TableMaker:
                 backward[role, index] += self.scatter(choice, role)
                 receive[role, index] = self.surroundings.receive_seconds(choice, sides=role.sides)
                 replay[role, index] = self.replays.of_choice(choice, role, self.zero)
-                gradient[role, index], update[role, index] = self.after(choice, role)
+                after[:, role, index] = self.after(choice, role)
         table = StageTable(
             micro_batch_size,
             layers,
@@ -53,9 +54,12 @@ class TableMaker:
             backward,
             receive,
             replay,
-            gradient,
-            update,
-            after=update,
+            gradient_bytes=after[0],
+            update=after[1],
+            gathered_bytes=after[2],
+            last=after[3],
+            after=after[1],
+            tail=after[3],
             holders=np.array([self.zero.holders(len(choice.rows)) for choice in choices], dtype=float),
         )
         return without_dominated(table)
@@ -90,9 +94,10 @@ class TableMaker:
         seconds = self.surroundings.replica_byte_seconds(choice)
         return stage_values(self.cost, choice.tp, role) * (wire * seconds * (dp - 1) / dp)
 
-    def after(self, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
+    def after(self, choice: StageChoice, role: Role) -> tuple[FloatArray, ...]:
         """Bytes of gradients of a device that all pipelines reduce (and gather), and the other seconds after
-        the last backward: the optimizer's and what the stage reduces alone; by number of layers."""
+        the last backward: the optimizer's and what the stage reduces alone; by number of layers. Then the parts of
+        both that wait for all gradients: bytes gathered, the optimizer's seconds and those that the stage gathers."""
         cost, zero, dp = self.cost, self.zero, len(choice.rows)
         streaming = max(
             cost.profile.streaming_seconds(device_type=self.pool.kinds[kind].type, moved_bytes=1.0)
@@ -101,12 +106,17 @@ class TableMaker:
         values = stage_values(cost, choice.tp, role)
         ways = self.replays.ways(choice.tp, dp, sum(choice.rows), role, zero)
         update = values * (update_bytes_per_value(cost.dtypes) * streaming / ways)
-        if dp > 1:
-            own = zero.own_bytes_per_value(cost.dtypes) * self.surroundings.replica_byte_seconds(choice)
-            update = update + values * (own * 2 * (dp - 1) / dp)
+        gathered, own_gathered = zero.gathered_bytes_per_value(cost.dtypes)
+        ring = values * (self.surroundings.replica_byte_seconds(choice) * 2 * (dp - 1) / dp)
+        own = zero.own_bytes_per_value(cost.dtypes)
         # Copies are reduced by more holders, and some of these share a node: for bounds that may be quick.
         reduced = stage_values(cost, choice.tp, role, copies=False) if zero.most else values
-        return reduced * zero.gradient_bytes_per_value(cost.dtypes, dp=dp), update
+        return (
+            reduced * zero.gradient_bytes_per_value(cost.dtypes, dp=dp),
+            update + ring * own,
+            reduced * gathered,
+            update + ring * own_gathered,
+        )
 
 
 def stage_values(cost: StageCost, tp: int, role: Role, *, copies: bool = True) -> FloatArray:

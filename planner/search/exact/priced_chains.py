@@ -195,7 +195,9 @@ class _Weights:
 
     def choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
         """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
-        ranked = self._ranking.of(role, position, upto=self.most + 1, by_after=role.embedding)
+        ranked = self._ranking.of(
+            role, position, upto=self.most + 1, by="after" if role.embedding else "seconds"
+        )
         spent = ranked.seconds + ranked.after if role.embedding else ranked.seconds
         weights: FloatArray = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
         np.putmask(weights, ranked.seconds[:, None] > self._limits[cells, None], np.inf)

@@ -135,17 +135,28 @@ class Intervals:
             each=prices.per_pipeline,
         )
 
-    def below(self, seconds: float, prices: DevicePrices, *, budget: Budget | None = None) -> Intervals:
-        """Without those whose best chain is known to end what it costs no sooner than that, or to cost more than all of
-        the budget."""
-        kept = self.least(prices) < seconds
-        if budget is not None:
-            # At an endless pace seconds cost nothing.
-            cost = self.table.cost(prices.per_device)
-            layer = least_layer(self.table, cost, paces=np.full(len(self.low), np.inf), limits=self.high)
-            most = float(prices.per_device @ np.array(budget.counts))
-            kept &= layer * self.table.layers <= most * (1 + 1e-9)
-        return Intervals(self.table, self.low[kept], self.high[kept])
+    def below(self, seconds: float, prices: DevicePrices) -> Intervals:
+        """Without those whose best chain is known to end what it costs no sooner than that."""
+        return self._kept(self.least(prices) < seconds)
+
+    def affordable(self, prices: DevicePrices, budget: Budget) -> Intervals:
+        """Without those whose every chain takes more than all devices of the budget."""
+        counts, kept = np.array(budget.counts), np.ones(len(self.low), dtype=bool)
+        # What holds at the prices holds at any others too.
+        for tilt in (np.ones(len(counts)), *(1 + np.eye(len(counts)))):
+            price = prices.per_device * tilt
+            layer = least_layer(
+                # At an endless pace seconds cost nothing.
+                self.table,
+                self.table.cost(price),
+                paces=np.full(len(self.low), np.inf),
+                limits=self.high,
+            )
+            kept &= layer * self.table.layers <= float(price @ counts) * (1 + 1e-9)
+        return self._kept(kept)
+
+    def _kept(self, which: npt.NDArray[np.bool_]) -> Intervals:
+        return Intervals(self.table, self.low[which], self.high[which])
 
     def lowest(self, most: int, prices: DevicePrices) -> Intervals:
         """So many of them at most, the most promising."""
@@ -199,7 +210,7 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
         whole = [Intervals.of(table, ratio=COARSE**2) for table in tables]
         whole.sort(key=lambda held: float(held.least(prices).min(initial=np.inf)))
         for held in [*(held.lowest(_GUIDES, prices) for held in whole[:1]), *whole]:
-            near = held.below(limit, prices, budget=budget)
+            near = held.below(limit, prices).affordable(prices, budget)
             if near.low.size:
                 priced = near.priced(prices, below=limit)
                 best = float(priced.seconds.min(initial=np.inf))
@@ -230,7 +241,7 @@ def find_prices(
         best, new, nearer = np.inf, 0, []
         for whole in intervals:
             tick()
-            held = whole.below(limit, prices, budget=budget)
+            held = whole.below(limit, prices).affordable(prices, budget)
             if not held.low.size:
                 continue
             priced = held.priced(prices, below=limit)
@@ -260,7 +271,7 @@ def _promising(
 ) -> Iterator[tuple[Intervals, float]]:
     """Wide intervals, since whole pipelines may be far from fractions of the best, and the time of the best chain."""
     for table in tables:
-        held = Intervals.of(table).below(limit, prices, budget=budget)
+        held = Intervals.of(table).below(limit, prices).affordable(prices, budget)
         if held.low.size:
             least = held.priced(prices, below=limit).seconds.min(axis=1, initial=np.inf)
             near = least < limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,19 +12,23 @@ from planner.search.exact.envelope import undominated
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
+By = Literal["seconds", "after", "tail"]
+"""Seconds alone, those after the last backward too, or also the part of them that waits for all gradients."""
+
 # Positions that are ranked at once: few, since many searches end after the first.
 _TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Arrays [rank, layers]: choices, what their devices cost, and their seconds, those after the last backward
-    apart."""
+    """Arrays [rank, layers]: choices, what their devices cost, and their seconds; those after the last backward
+    apart, and of these the ones that wait for all stages' gradients."""
 
     choices: IntArray
     cost: FloatArray
     seconds: FloatArray
     after: FloatArray
+    tail: FloatArray
 
 
 class Ranking:
@@ -35,26 +40,27 @@ class Ranking:
         order = np.argsort(cost, kind="stable")
         self._order = order[np.isfinite(cost[order])]
         self._last = max(min(table.max_stages, table.in_flight), 2)
-        self._known: dict[tuple[Role, bool, int], tuple[npt.NDArray[np.int32], FloatArray]] = {}
-        self._asked: dict[tuple[Role, bool, int, int, int], Ranked] = {}
+        self._known: dict[tuple[Role, By, int], tuple[npt.NDArray[np.int32], FloatArray]] = {}
+        self._asked: dict[tuple[Role, By, int, int, int], Ranked] = {}
 
-    def of(self, role: Role, position: int, *, upto: int, by_after: bool) -> Ranked:
-        """Choices that hold fewer than `upto` layers; `by_after`: seconds after the last backward count too."""
+    def of(self, role: Role, position: int, *, upto: int, by: By) -> Ranked:
+        """Choices that hold fewer than `upto` layers; `by` says which of their seconds count."""
         # Single and last stages have but one position.
         part, row = divmod(0 if role.head else max(min(position, self._last) - 2, 0), _TOGETHER)
-        asked = (role, by_after, part, row, upto)
+        asked = (role, by, part, row, upto)
         if asked in self._asked:
             return self._asked[asked]
-        key = (role, by_after, part)
+        key = (role, by, part)
         if key not in self._known:
-            self._known[key] = self._ranked(role, by_after, part)
+            self._known[key] = self._ranked(role, by, part)
         ranked, seconds = self._known[key]
         choices = ranked[:, row, :upto].astype(np.int64)
-        after = self.table.after[role][choices, np.arange(choices.shape[1])]
-        self._asked[asked] = Ranked(choices, self.cost[choices], seconds[:, row, :upto], after)
+        at = choices, np.arange(choices.shape[1])
+        after, tail = self.table.after[role][at], self.table.tail[role][at]
+        self._asked[asked] = Ranked(choices, self.cost[choices], seconds[:, row, :upto], after, tail)
         return self._asked[asked]
 
-    def _ranked(self, role: Role, by_after: bool, part: int) -> tuple[npt.NDArray[np.int32], FloatArray]:
+    def _ranked(self, role: Role, by: By, part: int) -> tuple[npt.NDArray[np.int32], FloatArray]:
         """(choices, seconds) of some neighbouring positions: [rank, position, layers]."""
         table, order = self.table, self._order
         first = 2 + part * _TOGETHER
@@ -62,10 +68,12 @@ class Ranking:
         held = np.minimum(np.minimum(positions, table.in_flight), table.max_stages)
         replay = table.replay[role][order[:, None], held]
         seconds = (table.plain[role][order, None] + replay).reshape(len(order), -1)
-        after = None
-        if by_after:
-            after = np.repeat(table.after[role][order, None], len(positions), axis=1).reshape(seconds.shape)
-        ranked = undominated(seconds, after)
+        figures = {"seconds": (), "after": (table.after,), "tail": (table.after, table.tail)}[by]
+        others = [
+            np.repeat(figure[role][order, None], len(positions), axis=1).reshape(seconds.shape)
+            for figure in figures
+        ]
+        ranked = undominated(seconds, *others)
         shape = (len(ranked), len(positions), table.layers + 1)
         seconds = np.take_along_axis(seconds, ranked, axis=0)
         return order[ranked].astype(np.int32).reshape(shape), seconds.reshape(shape)

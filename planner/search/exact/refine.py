@@ -126,6 +126,7 @@ class Refiner:
                     + float(backward[stage.layers] - backward[before.layers])
                     + (again if math.isfinite(again) else 0.0),
                     after=float(table.after[role, choice, stage.layers]),
+                    tail=float(table.tail[role, choice, stage.layers]),
                 )
             )
         return replace(chain, stages=tuple(stages))
@@ -184,4 +185,5 @@ def _own_end(chain: Chain, micro_batches: int) -> float:
     """Eq. 5 with each stage's own gradients."""
     steps = [StepSeconds(stage.forward, stage.backward) for stage in chain.stages]
     ends = stage_end_seconds(steps, micro_batches=micro_batches)
-    return max(end + stage.after for end, stage in zip(ends, chain.stages, strict=True))
+    synced = max(end + stage.after - stage.tail for end, stage in zip(ends, chain.stages, strict=True))
+    return synced + max(stage.tail for stage in chain.stages)

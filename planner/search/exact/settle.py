@@ -105,6 +105,7 @@ class Settler:
                     float(table.forward[role, choice, layers]),
                     float(table.backward[role, choice, layers]) + replay + received[index],
                     float(table.after[role, choice, layers]),
+                    float(table.tail[role, choice, layers]),
                 )
             )
         counts = tuple(map(sum, zip(*(table.counts[choice] for choice, _ in specs), strict=True)))

@@ -19,7 +19,7 @@ from planner.request import PlanRequest
 from planner.search.exact.chains import Chain
 from planner.search.exact.choices import stage_choices
 from planner.search.exact.columns import Box
-from planner.search.exact.combine import Combiner, make_columns
+from planner.search.exact.combine import FEW_ROUNDS, MAKING_ROUNDS, Combiner, make_columns
 from planner.search.exact.make_table import TableMaker
 from planner.search.exact.plans import Assembler, iteration_seconds
 from planner.search.exact.pool import Pool, pools
@@ -63,9 +63,11 @@ _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 _MANY_SETS_DEVICES = 64
 # Beyond so many, fewer shapes of a column are worked out and fewer sets of pipelines are priced.
 _MANY_DEVICES = 32
-_PRICED_SETS = 5
-# Plans that are refined.
-_REFINED = 2
+_PRICED_SETS, _FEW_PRICED_SETS = 4, 2
+# Beyond so many, each price takes seconds.
+_HUGE_DEVICES = 2048
+# Plans that are refined, if so near the best.
+_REFINED, _NEARLY = 2, 1.01
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class ExactSolver:
             if found is not None:
                 known.append(found)
                 goal = min([goal, *(seconds * _BEYOND for seconds, _ in found.sets)])
-        return self._priced(known)
+        return self._priced(known, goal=best.seconds if best is not None else math.inf)
 
     def _proposal(
         self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int, goal: float
@@ -287,12 +289,19 @@ class ExactSolver:
         )
         many = sum(budget.counts) > _MANY_DEVICES
         columns.shapes_made = 1 if many and budget.pipelines > 1 else 2
-        combiner = Combiner(columns, priced.prices, rest, taken, parts=many and not taken)
+        few = sum(budget.counts) <= _MANY_SETS_DEVICES
+        combiner = Combiner(
+            columns,
+            priced.prices,
+            rest,
+            taken,
+            parts=many and not taken,
+            rounds=MAKING_ROUNDS if few else FEW_ROUNDS,
+        )
         seen: set[tuple[object, ...]] = set()
         settled = [
             _settled(settlers[chain.micro_batch_size], chain, priced.prices.seconds) for chain in taken
         ]
-        few = sum(budget.counts) <= _MANY_SETS_DEVICES
         most = min(_MOST_PIPELINES if few else _FEW_PIPELINES, budget.pipelines)
         for chains in combiner.sets(most=most, others=few):
             self.tick()
@@ -304,16 +313,18 @@ class ExactSolver:
         self.statistics["columns"] += len(columns.vectors)
         self.statistics["columns_made"] += len(columns.made)
 
-    def _priced(self, proposals: Sequence[Proposal]) -> Solution | None:
+    def _priced(self, proposals: Sequence[Proposal], *, goal: float) -> Solution | None:
         """The best plan of all sets of pipelines: each on devices, and the best few of them refined; among many
-        devices only the most promising sets."""
+        devices only of the most promising sets, if these may beat `goal`."""
         sets = [(seconds, chains, one) for one in proposals for seconds, chains in one.sets]
         if not sets:
             return None
         few = proposals[0].pool.devices <= _MANY_DEVICES
         if not few:
             sets.sort(key=lambda one: one[0])
-            sets = [one for one in sets[:_PRICED_SETS] if one[0] < sets[0][0] * _BEYOND]
+            most = min(sets[0][0], goal) * _BEYOND
+            tried = _PRICED_SETS if proposals[0].pool.devices <= _HUGE_DEVICES else _FEW_PRICED_SETS
+            sets = [one for one in sets[:tried] if one[0] < most]
         refiners = {id(one): Refiner(one.assembler, one.tables, one.settlers) for one in proposals}
         found = [
             (candidate, one)
@@ -321,11 +332,12 @@ class ExactSolver:
             for candidate in self._offered(refiners[id(one)].candidates(chains, most=2 if few else 1))
         ]
         ranked = sorted(found, key=lambda one: one[0].seconds)[:_REFINED]
+        ranked = [one for one in ranked if one[0].seconds < min(ranked[0][0].seconds, goal) * _NEARLY]
         prices = _prices(proposals[0].pool.devices)
         refined = [
-            (candidate, one)
-            for rough, one in ranked
-            for candidate in self._offered([refiners[id(one)].improved(rough, prices=prices)])
+            (better, one)
+            for candidate, one in ranked
+            for better in self._offered([refiners[id(one)].improved(candidate, prices=prices)])
         ]
         self.statistics["candidates"] += sum(one.assembler.count for one in proposals)
         if not refined:

@@ -34,7 +34,8 @@ class StageTable:
     and for p = 0, which is unused. `gradient_bytes[role, c, l]` are the bytes of a device that all pipelines
     reduce, `holders[c]` of them in the stage itself, `update` the seconds of its optimizer step, and `after`
     those from the stage's last backward to the end of the iteration: both, for the number of pipelines that
-    the table was last told.
+    the table was last told. Of these, `gathered_bytes`, `last` and `tail` are what begins only when all stages have
+    their gradients: gathering parameters and the optimizer's step.
     """
 
     micro_batch_size: int
@@ -47,7 +48,10 @@ class StageTable:
     replay: FloatArray
     gradient_bytes: FloatArray
     update: FloatArray
+    gathered_bytes: FloatArray
+    last: FloatArray
     after: FloatArray
+    tail: FloatArray
     holders: FloatArray
     covers: tuple[Cover, ...] = ()
     """Of a table for bounds, the last choices stand for every stage that mixes types: these."""
@@ -121,8 +125,16 @@ class StageTable:
             np.array([surroundings.gradient_byte_seconds(place, alone=alone) for place in places])[:, None]
             for alone in (pipelines == 1, False)
         )
-        held = self.gradient_bytes[..., :1]
-        return replace(self, after=(self.gradient_bytes - held) * layers + held * ends + self.update)
+
+        def seconds(sent: FloatArray, rest: FloatArray) -> FloatArray:
+            held = sent[..., :1]
+            return (sent - held) * layers + held * ends + rest
+
+        return replace(
+            self,
+            after=seconds(self.gradient_bytes, self.update),
+            tail=seconds(self.gathered_bytes, self.last),
+        )
 
     def cost(self, prices: FloatArray) -> FloatArray:
         """What the devices of each choice cost, of covers at least."""
@@ -162,7 +174,10 @@ def joined(tables: Sequence[StageTable]) -> StageTable:
         replay=stacked("replay"),
         gradient_bytes=stacked("gradient_bytes"),
         update=stacked("update"),
+        gathered_bytes=stacked("gathered_bytes"),
+        last=stacked("last"),
         after=stacked("after"),
+        tail=stacked("tail"),
         holders=np.concatenate([table.holders for table in tables]),
     )
 
@@ -191,6 +206,14 @@ def _beats(table: StageTable, one: int, other: int) -> bool:
         table.holders[one] <= table.holders[other]
         and all(
             (array[:, one] <= array[:, other]).all()
-            for array in (table.plain, table.backward, table.gradient_bytes, table.update, table.replay)
+            for array in (
+                table.plain,
+                table.backward,
+                table.gradient_bytes,
+                table.update,
+                table.gathered_bytes,
+                table.last,
+                table.replay,
+            )
         )
     )

@@ -129,13 +129,21 @@ class Least:
         together = self._replicas_a_node(holders)
         # Holders of the same part share no TP group, so beside one of them a node has room for as many devices.
         room = max(self.pool.kinds[kind].neighbours for kind in holders.kinds) - holders.tp + 1
+        nodes = -(-holders.replicas // together)
+        if len(holders.kinds) > 1 and holders.replicas > 1 and not self._mixed_nodes:
+            nodes = max(nodes, 2.0)
+        most = min(together if alone else room, int(holders.count / nodes * (1 + 1e-9)))
         equal = min(
             self._ring_seconds(min(near, holders.count), max(inside, outside))
             + self._ring_seconds(holders.count / near, outside) / near
-            for near in range(1, (together if alone else room) + 1)
+            for near in range(1, max(most, 1) + 1)
         )
-        nodes = max(2.0, holders.replicas / together)
-        return min(equal, self._ring_seconds(nodes, outside))
+        return min(equal, self._ring_seconds(max(nodes, 2.0), outside))
+
+    @cached_property
+    def _mixed_nodes(self) -> bool:
+        """Whether any node has devices of several kinds."""
+        return any(kind.neighbours > kind.largest for kind in self.pool.kinds)
 
     def _replicas_a_node(self, holders: Holders) -> int:
         """Most replicas of the stage in one node."""

@@ -62,6 +62,12 @@ class Zero:
         wire, param = PRECISION_BYTES[dtypes.wire], PRECISION_BYTES[dtypes.param]
         return (wire + param) / 2 if self.stage == 1 else param / 2
 
+    def gathered_bytes_per_value(self, dtypes: Dtypes) -> tuple[float, float]:
+        """Of the bytes that count as an all-reduce over all holders, and over the replicas of the stage alone, those
+        of gathering parameters, which waits for the optimizer's step."""
+        half = PRECISION_BYTES[dtypes.param] / 2 if self.stage else 0.0
+        return (half, 0.0) if self.scope == "all" else (0.0, half)
+
     def holders(self, dp: int) -> int:
         """Replicas of a stage that take part in the all-reduce over all pipelines."""
         return 1 if self.stage and self.scope == "pipeline" else dp

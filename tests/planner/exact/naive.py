@@ -42,7 +42,10 @@ def random_table(seed: int, *, layers: int = 3, max_stages: int = 3) -> StageTab
         replay=replay,
         gradient_bytes=lines[2],
         update=0.1 * lines[3],
+        gathered_bytes=0.3 * lines[2],
+        last=0.1 * lines[3],
         after=lines[2] + 0.1 * lines[3],
+        tail=0.3 * lines[2] + 0.1 * lines[3],
         holders=np.array([float(len(choice.rows)) for choice in CHOICES]),
     )
 

@@ -168,16 +168,18 @@ def test_the_least_sum_on_given_devices(seed: int, period: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("second", [False, True])
-def test_the_cheapest_choice_is_among_the_undominated(seed: int, second: bool) -> None:
-    """At any rate, and any limits of seconds and of the other figure."""
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_the_cheapest_choice_is_among_the_undominated(seed: int, further: int) -> None:
+    """At any rate, and any limits of seconds and of further figures."""
     draw = np.random.default_rng(seed)
     price = np.sort(draw.integers(0, 9, 14) / 4)
-    seconds, other = draw.integers(1, 12, (2, 14, 5)) / 3
+    seconds, *others = draw.integers(1, 12, (1 + further, 14, 5)) / 3
     seconds[draw.random((14, 5)) < 0.2] = np.inf
-    ranked = undominated(seconds, other if second else None)
-    for rate, limit, room in draw.uniform(0.1, 5, (60, 3)):
-        allowed = (seconds <= limit) & ((other <= room) | (not second))
+    ranked = undominated(seconds, *others)
+    for rate, limit, *room in draw.uniform(0.1, 5, (60, 2 + further)):
+        allowed = seconds <= limit
+        for other, most in zip(others, room, strict=True):
+            allowed &= other <= most
         weights = np.where(allowed, seconds * rate + price[:, None], np.inf)
         kept = np.take_along_axis(weights, ranked, axis=0)
         assert (kept.min(axis=0) == weights.min(axis=0)).all()
