@@ -17,18 +17,19 @@ from planner.search.control import PARTS
 SMALL = ["plan", "gpt3-350m", "--cluster", "1x2:A100,1x1:RTX3090", "--global-batch-size", "32"]
 LARGE = ["plan", "gpt3-13b", "--cluster", "4x8:910B2,4x8:910B4", "--global-batch-size", "1024"]
 MAIN = "from eth_service.cli import main; main()"
-# Runs the command, and interrupts it when it has told of its progress so often; 0 stands for at once.
+# Runs the command, and interrupts it when it has told of so many steps; 0 stands for at once.
 INTERRUPTED = """
 import os, signal, sys
 import eth_service.commands.common as common
 import planner.search.control as control
 from eth_service.cli import main
 control._PROGRESS_SECONDS = 0
-told, when = 0, int(sys.argv.pop(1))
+told, when = [], int(sys.argv.pop(1))
 def progress(message):
-    global told
-    told += 1
-    if told > when:
+    # A step is told of again and again while it lasts.
+    if message not in told[-1:]:
+        told.append(message)
+    if len(told) > when:
         os.kill(os.getpid(), signal.SIGINT)
 common.progress = progress
 main()

@@ -38,8 +38,9 @@ from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
 RELAXATIONS = (
-    "gradients: each device's own only, on the best links, shared by no more pipelines than a plan must have",
-    "optimizer: together with the gradients of the same stage only",
+    "gradients: each device's own only, on the best links and with as many holders in a node as its TP groups leave"
+    " room for, shared by no more pipelines than a plan must have",
+    "optimizer and gathered parameters: of one stage at a time",
     "receiving: on the best link that a stage can have",
     "recomputation: layers in parts, the fewest seconds that make a stage fit",
     "ZeRO: the kindest stage for each stage apart; over several pipelines the optimizer's state takes no memory",

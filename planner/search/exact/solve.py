@@ -63,7 +63,9 @@ _MOST_PIPELINES, _FEW_PIPELINES = 6, 2
 _MANY_SETS_DEVICES = 64
 # Beyond so many, fewer shapes of a column are worked out and fewer sets of pipelines are priced.
 _MANY_DEVICES = 32
-_PRICED_SETS = 4
+_PRICED_SETS, _FEW_PRICED_SETS = 4, 2
+# Beyond so many, each price takes seconds.
+_HUGE_DEVICES = 2048
 # Plans that are refined, if so near the best.
 _REFINED, _NEARLY = 2, 1.01
 
@@ -321,7 +323,8 @@ class ExactSolver:
         if not few:
             sets.sort(key=lambda one: one[0])
             most = min(sets[0][0], goal) * _BEYOND
-            sets = [one for one in sets[:_PRICED_SETS] if one[0] < most]
+            tried = _PRICED_SETS if proposals[0].pool.devices <= _HUGE_DEVICES else _FEW_PRICED_SETS
+            sets = [one for one in sets[:tried] if one[0] < most]
         refiners = {id(one): Refiner(one.assembler, one.tables, one.settlers) for one in proposals}
         found = [
             (candidate, one)
