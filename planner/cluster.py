@@ -142,6 +142,11 @@ class Cluster(Contract):
     def node_by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
 
+    @cached_property
+    def node_numbers(self) -> dict[str, int]:
+        """The place of each node in `nodes`, by name."""
+        return {node.name: number for number, node in enumerate(self.nodes)}
+
     @property
     def counts(self) -> dict[str, int]:
         """Devices by type, in order of first appearance."""

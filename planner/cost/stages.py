@@ -344,11 +344,10 @@ class StageCost:
 
 def stage_shape(stage: StagePlan, cluster: Cluster, *, zero_stage: int = 0) -> StageShape:
     """The StageShape of a stage of a plan; nodes are numbered as in the cluster."""
-    numbers = {node.name: index for index, node in enumerate(cluster.nodes)}
     replicas = []
     for index, rows in enumerate(stage.rows):
         device = cluster.device_by_id[stage.tp_group(index)[0]]
-        replicas.append(Replica(numbers[device.node], device.type, rows))
+        replicas.append(Replica(cluster.node_numbers[device.node], device.type, rows))
     return StageShape(
         stage.tp,
         tuple(replicas),
