@@ -18,7 +18,7 @@ from planner.catalogue import DeviceType, canonical_name, lookup
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.units import BytesPerSecond, Seconds
 
-# A plan for so many is found in about a minute; no larger cluster keeps a user waiting without an end.
+# A plan for so many takes about a minute; a larger cluster would keep its user waiting without an end in sight.
 MAX_DEVICES = 16_384
 
 
