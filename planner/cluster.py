@@ -18,7 +18,8 @@ from planner.catalogue import DeviceType, canonical_name, lookup
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.units import BytesPerSecond, Seconds
 
-MAX_DEVICES = 100_000
+# A plan for so many takes about a minute; a larger cluster would keep its user waiting without an end in sight.
+MAX_DEVICES = 16_384
 
 
 class Link(Contract):

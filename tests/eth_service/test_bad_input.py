@@ -58,8 +58,9 @@ def cluster_file(folder: Path, **changes: object) -> str:
         ("4*8:910B2", "neither a file nor a short form such as 4x8:910B2"),
         ("4x8:910B2,", "'' is not nodes x devices : type"),
         ("4x8:910B22", "or describe it under device_types in the cluster file; did you mean '910B2'?"),
-        ("125000x8:910B2", "write a whole number from 1 to 100000"),
-        ("1x1000000:910B2", "1000000 devices; the planner takes at most 100000"),
+        ("125000x8:910B2", "write a whole number from 1 to 16384"),
+        ("2049x8:910B2", "16392 devices; the planner takes at most 16384"),
+        ("1x1000000:910B2", "1000000 devices; the planner takes at most 16384"),
     ],
 )
 def test_a_cluster_that_is_none(cluster: str, message: str) -> None:

@@ -107,7 +107,7 @@ def test_a_missing_precision_has_a_stand_in() -> None:
         ("0x2:A100", "count = 0"),
         ("1x0:A100", "give a node at least one"),
         ("1000000x8:A100", "whole number from 1 to"),
-        ("99999x8:A100", "at most 100000"),
+        ("9999x8:A100", "at most 16384"),
         ("missing.yaml", "neither a file nor a short form"),
     ],
 )
