@@ -54,7 +54,7 @@ test: lint ## lint, then every test that is not marked slow
 # Asked first, since pytest calls it an error (5) when nothing is selected, and here it is none.
 test-slow: setup ## the tests marked slow
 	@$(BIN)/python -m pytest -m slow --collect-only -qq >/dev/null; \
-	  if [ $$? -eq 5 ]; then echo "No test is marked slow: nothing to run."; else $(BIN)/python -m pytest -m slow; fi
+	  if [ $$? -eq 5 ]; then echo "No test is marked slow: nothing to run."; else $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow; fi
 
 system-packages: ## chromium, for the browser tests (Debian or Ubuntu, as root)
 	@if command -v chromium >/dev/null; then echo "chromium is installed: nothing to do."; \

@@ -162,13 +162,20 @@ def test_the_same_request_gives_the_same_plan() -> None:
     }
 
 
-def test_slow_links_make_unlike_pipelines_with_unlike_batches() -> None:
-    """With links too slow for pipelines across nodes each node is a pipeline; the faster one gets more."""
+def test_slow_links_are_not_crossed_by_activations_and_the_faster_type_gets_more() -> None:
+    """With links too slow for stages on unlike nodes, no pipeline hands over between them."""
     links = {"inter_node": {"bandwidth": "1 GB/s", "latency": "20 ms"}}
     request = request_for(toy_cluster([{"fast": 2}, {"slow": 2}], links=links), global_batch_size=4096)
     plan = find_plan(request)
     assert len(plan.pipelines) >= 2
-    samples = {plan.cluster.device_by_id[p.devices[0]].type: p.samples for p in plan.pipelines}
+    samples = {"fast": 0.0, "slow": 0.0}
+    for pipeline in plan.pipelines:
+        nodes = [{plan.cluster.device_by_id[d].node for d in stage.devices} for stage in pipeline.stages]
+        assert len(nodes) == 1 or len(set.union(*nodes)) == 1
+        for stage in pipeline.stages:
+            for device, rows in zip(stage.devices[:: stage.tp], stage.rows, strict=True):
+                share = rows / pipeline.micro_batch_size / len(pipeline.stages)
+                samples[plan.cluster.device_by_id[device].type] += pipeline.samples * share
     assert samples["fast"] / samples["slow"] == pytest.approx(2, rel=0.1)
 
 
