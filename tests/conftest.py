@@ -17,6 +17,8 @@ settings.register_profile("explore", derandomize=False, deadline=None, print_blo
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+# First, since xdist reads the marks in a hook of the same name.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start processes of their own (ranks, Ray, servers) stay on one worker, one after another.
 
