@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint system-packages clean
+.PHONY: help setup demo test test-slow test-planner test-processes lint system-packages clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -47,14 +47,21 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two workers, the second for tests that only compute (tests/conftest.py).
-test: lint ## lint, then every test that is not marked slow
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two at a time: the planner's tests compute on one core; the others start processes (ranks, Ray, servers), which use both
+# cores and wait for each other much of the time.
+BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=line
 
-# Asked first, since pytest calls it an error (5) when nothing is selected, and here it is none.
+test: lint ## lint, then every test that is not marked slow
+	@$(BOTH) test-planner test-processes
+
 test-slow: setup ## the tests marked slow
-	@$(BIN)/python -m pytest -m slow --collect-only -qq >/dev/null; \
-	  if [ $$? -eq 5 ]; then echo "No test is marked slow: nothing to run."; else $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow; fi
+	@$(BOTH) test-planner test-processes MARKED='-m slow'
+
+test-planner: setup
+	$(BIN)/python -m pytest $(MARKED) tests/planner
+
+test-processes: setup
+	$(BIN)/python -m pytest $(MARKED) --ignore=tests/planner
 
 system-packages: ## chromium, for the browser tests (Debian or Ubuntu, as root)
 	@if command -v chromium >/dev/null; then echo "chromium is installed: nothing to do."; \

@@ -37,6 +37,7 @@ SHAPES: dict[str, tuple[list[list[Degrees]], list[int], list[int]]] = {
     "surplus samples": ([[(1, 2, 1), (1, 1, 1)], [(1, 1, 2)]], [4, 3], [5, 4]),
     "unlike replicas": ([[(1, 2, 1), (1, 1, 1)], [(1, 3, 2)]], [2, 3], [3, 4]),
     "replicas of cut layers": ([[(2, 2, 2)], [(1, 2, 2)]], [2, 2], [6, 3]),
+    "one cut by six": ([[(6, 1, 2)]], [1], [2]),
 }
 
 FACTORS: dict[str, list[Any]] = {
