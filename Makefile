@@ -49,7 +49,7 @@ lint: setup ## ruff and mypy
 
 # Two at a time: the planner's tests compute on one core; the others start processes (ranks, Ray, servers), which use both
 # cores and wait for each other much of the time.
-BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=line
+BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=none
 
 test: lint ## lint, then every test that is not marked slow
 	@$(BOTH) test-planner test-processes
