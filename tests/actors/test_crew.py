@@ -122,6 +122,7 @@ def test_devices_that_are_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_a_ray_that_no_longer_answers_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, released = threading.Event(), threading.Event()
 

@@ -143,7 +143,9 @@ def test_a_model_that_cannot_fit_is_a_user_s_mistake(tmp_path: Path) -> None:
     run = Run([str(job), "--output", str(tmp_path / "run")], tmp_path)
     code, _, err = run.end()
     assert code == 2
-    assert err.startswith("eth: ") and err.count("\n") == 1
+    # Ray's own log lines, which begin with a time, may come between on a busy host.
+    (told,) = [line for line in err.splitlines() if not line.startswith("[20")]
+    assert told.startswith("eth: ")
     assert "stage" in err and "GiB" in err
     assert not (tmp_path / "run").exists()
     assert run.leaves_nothing()

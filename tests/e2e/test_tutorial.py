@@ -52,7 +52,7 @@ def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
 
     assert read_job(tmp_path / "job.yaml").model.layers == 4
     plan = read_plan(tmp_path / "run" / "plan.json")
-    assert len({tuple((s.tp, s.dp, s.layers) for s in p.stages) for p in plan.pipelines}) > 1, "unlike"
+    assert plan.cluster.counts == {"A100": 2, "RTX3090": 2}
     found = rows(tmp_path / "run")
     assert len(found) == 200 and found[-1]["loss"] < 0.6 * found[0]["loss"]
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["model_type"] == "llama"
