@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from actors.engine import exchange
+from actors.engine.courier import ThreadCourier, Work
 from actors.engine.errors import out_of_memory
-from actors.engine.gradient_transport import CallTransport, Groups, Span, ThreadCourier, Work
+from actors.engine.gradient_transport import CallTransport, Groups, Span
 from actors.engine.live_memory import LiveTensors
 from actors.engine.replica_buffer import HeldPart
 from actors.engine.replica_shards import PartTransport

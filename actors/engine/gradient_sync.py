@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.engine.courier import Work
 from actors.engine.gradient_buffer import GradientBuffer, SyncedGradients
-from actors.engine.gradient_transport import CallTransport, Span, Work
+from actors.engine.gradient_transport import CallTransport, Span
 from planner.gradient_calls import GradientCall, GradientLayout
 
 # A norm taken in fp32 over 20 million elements at once is wrong by 2e-3 on a CPU; in pieces of this many

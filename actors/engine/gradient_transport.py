@@ -7,16 +7,14 @@ so that the steps of two calls never mix and backward goes on meanwhile.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from actors.engine.courier import Work, make_courier
 from planner.collectives import Reduction
 from planner.gradient_calls import GradientCall, call_reduction
 from planner.plan import Plan
@@ -37,12 +35,6 @@ class Span:
 
     start: float
     end: float
-
-
-class Work(Protocol):
-    """A collective under way; `wait` may return its Span."""
-
-    def wait(self) -> object: ...
 
 
 class CallTransport(Protocol):
@@ -323,86 +315,6 @@ class Steps:
 
     def _own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return next(group for group in groups if self._rank in group)
-
-
-class Courier(Protocol):
-    """Does what it is handed, one thing after another, beside the caller's own work."""
-
-    def start(self, steps: Callable[[], object]) -> Work: ...
-
-    def close(self) -> None: ...
-
-
-def make_courier(device: torch.device) -> Courier:
-    """A thread where collectives block their caller, a stream where they only block their stream."""
-    return ThreadCourier() if device.type == "cpu" else StreamCourier(device)
-
-
-class ThreadCourier:
-    """A thread that runs steps in order. After the first error, what follows fails at once and alike."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
-
-    def start(self, steps: Callable[[], object]) -> Work:
-        if self._thread is None:
-            # A daemon: a process that ends for another reason does not wait for a peer that is gone.
-            self._thread = threading.Thread(target=self._run, name="gradient courier", daemon=True)
-            self._thread.start()
-        done: Future[object] = Future()
-        self._queue.put((steps, done))
-        return _FutureWork(done)
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        while (task := self._queue.get()) is not None:
-            steps, done = task
-            if error is None:
-                try:
-                    done.set_result(steps())
-                    continue
-                except BaseException as raised:
-                    error = raised
-            done.set_exception(error)
-
-
-class _FutureWork:
-    def __init__(self, future: Future[object]) -> None:
-        self._future = future
-
-    def wait(self) -> object:
-        return self._future.result()
-
-
-class StreamCourier:
-    """A stream beside the device's current one; NCCL and HCCL queue their operations on it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
-
-    def start(self, steps: Callable[[], object]) -> Work:
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
-            steps()
-            return _EventWork(self._stream.record_event())
-
-    def close(self) -> None:
-        return None
-
-
-class _EventWork:
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
-
-    def wait(self) -> object:
-        torch.accelerator.current_stream().wait_event(self._event)
-        return None
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:

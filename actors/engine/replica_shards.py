@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from actors.engine.gradient_transport import SEGMENT, CallTransport, Groups, Steps, Work, make_courier
+from actors.engine.courier import Work, make_courier
+from actors.engine.gradient_transport import SEGMENT, CallTransport, Groups, Steps
 from actors.engine.replica_buffer import HeldPart
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan

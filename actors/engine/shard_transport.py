@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from actors.engine.gradient_transport import WIRES, Groups, Steps, Work, make_courier
+from actors.engine.courier import Work, make_courier
+from actors.engine.gradient_transport import WIRES, Groups, Steps
 from planner.gradient_calls import GradientCall, GradientLayout, call_reduction
 from planner.plan import Plan
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from actors.engine.device import Device
-from actors.engine.gradient_buffer import GradientBuffer, ParameterGradients, Piece
+from actors.engine.gradient_buffer import GradientBuffer, ParameterGradients, Piece, SyncedGradients
 from actors.engine.gradient_sync import GradientSync
+from actors.engine.gradient_transport import CallTransport
 from actors.engine.model.stage import ParameterHandle
 from actors.engine.optimizer import Optimizer
 from actors.engine.process_groups import ProcessGroups
@@ -91,13 +92,7 @@ class UpdateMaker:
     def _whole(self, buffer: GradientBuffer) -> Update:
         calls, groups = self._layout.calls_of(self._rank), self._groups.reductions()
         transport = gradient_transport(self._plan, self._rank, calls, groups, self._device)
-        sync = GradientSync(
-            buffer=buffer,
-            layout=self._layout,
-            rank=self._rank,
-            transport=transport,
-            before_launch=self._device.passed,
-        )
+        sync = self._sync(buffer, transport)
         optimizer = Optimizer(
             buffer=buffer, settings=self._training.optimizer, gradient_clip=self._training.gradient_clip
         )
@@ -119,14 +114,7 @@ class UpdateMaker:
             transport=transport,
             decays=self._decays,
         )
-        sync = GradientSync(
-            buffer=buffer,
-            layout=self._layout,
-            rank=self._rank,
-            transport=transport,
-            before_launch=self._device.passed,
-            own=store.counted(),
-        )
+        sync = self._sync(buffer, transport, own=store.counted())
         return Update(buffer, sync, self._sharded_optimizer(store), store)
 
     def _by_replica(self) -> Update:
@@ -157,15 +145,20 @@ class UpdateMaker:
             whole_pieces=plan.zero_scope == "pipeline",
             decays=self._decays,
         )
-        sync = GradientSync(
+        sync = self._sync(buffer, transport, own=store.counted())
+        return Update(buffer, sync, self._sharded_optimizer(store), store)
+
+    def _sync(
+        self, buffer: SyncedGradients, transport: CallTransport, *, own: Sequence[torch.Tensor] | None = None
+    ) -> GradientSync:
+        return GradientSync(
             buffer=buffer,
             layout=self._layout,
-            rank=rank,
+            rank=self._rank,
             transport=transport,
             before_launch=self._device.passed,
-            own=store.counted(),
+            own=own,
         )
-        return Update(buffer, sync, self._sharded_optimizer(store), store)
 
     def _sharded_optimizer(self, store: ShardStore) -> ShardedOptimizer:
         return ShardedOptimizer(

@@ -51,5 +51,6 @@ def test_under_nohup_the_end_of_the_terminal_changes_nothing() -> None:
     try:
         with StopSignals():
             signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.engine.courier import Work
 from actors.engine.emulate import EmulatedDevice
-from actors.engine.gradient_transport import Span, Work
+from actors.engine.gradient_transport import Span
 from actors.engine.trainer import TrainerConfig
 from planner.cluster import Cluster
 from planner.cost.backward import BackwardLeft

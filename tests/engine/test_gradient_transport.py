@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from actors.engine import gradient_transport
-from actors.engine.gradient_transport import CallTransport, Steps, ThreadCourier, Work
+from actors.engine.courier import ThreadCourier, Work
+from actors.engine.gradient_transport import CallTransport, Steps
 from actors.engine.shard_transport import GroupShards
 from planner.cluster import Cluster, from_short_form
 from planner.gradient_calls import GradientCall, call_reduction, gradient_layout

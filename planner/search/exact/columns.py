@@ -7,7 +7,7 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,9 @@ from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 # "No way to do it": stays below zero whatever one more stage adds, and 16 bits hold it.
 _NONE = -10_000
+# Count vectors of a box: few if small units do, and at most so many.
+_FEW_CELLS, MOST_CHOSEN_CELLS = 700, 5_000
+_SMALL_UNIT = 4
 # Periods that are looked at together in search of the first that is long enough.
 _TRIED_PERIODS = 6
 Layers = npt.NDArray[np.signedinteger]
@@ -56,6 +59,16 @@ class Box:
             if all(n % self.unit == 0 and n <= most for n, most in zip(counts, self.size, strict=True)):
                 found.setdefault(tuple(n // self.unit for n in counts), []).append(choice)
         return found
+
+
+def choose_box(counts: Sequence[int]) -> Box:
+    """All count vectors up to `counts`, in the smallest power of two of devices that keeps them few."""
+    unit = 1
+    while True:
+        box = Box(tuple(int(count) // unit * unit for count in counts), unit)
+        if box.cells <= (_FEW_CELLS if unit < _SMALL_UNIT else MOST_CHOSEN_CELLS):
+            return box
+        unit *= 2
 
 
 def least_periods(

@@ -18,7 +18,7 @@ from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.exact.chains import Chain
 from planner.search.exact.choices import stage_choices
-from planner.search.exact.columns import Box
+from planner.search.exact.columns import MOST_CHOSEN_CELLS, choose_box
 from planner.search.exact.combine import FEW_ROUNDS, MAKING_ROUNDS, Combiner, make_columns
 from planner.search.exact.make_table import TableMaker
 from planner.search.exact.plans import Assembler, iteration_seconds
@@ -45,9 +45,6 @@ from planner.search.shortlist import Offer, ignore
 ZeroStage = Literal[0, 1, 2]
 _FEW_DEVICES = 8
 _MOST_STAGES = 64
-# Count vectors of a box: few if small units do, and at most so many.
-_FEW_CELLS, _CELLS = 700, 5_000
-_SMALL_UNIT = 4
 # How many pipelines share a gradient, before that is known.
 _SHARING = 4
 _ROUNDS = 8
@@ -396,7 +393,7 @@ def _whole_part(priced: Priced, budget: Budget) -> tuple[list[Chain], Budget]:
     taken: list[Chain] = []
     left = np.array(budget.counts)
     amounts = priced.prices.amounts.copy()
-    while math.prod(int(n) + 1 for n in left) > 20 * _CELLS and amounts.sum() > 3:
+    while math.prod(int(n) + 1 for n in left) > 20 * MOST_CHOSEN_CELLS and amounts.sum() > 3:
         index = int(np.argmax(amounts))
         if amounts[index] < 1:
             break
@@ -405,13 +402,3 @@ def _whole_part(priced: Priced, budget: Budget) -> tuple[list[Chain], Budget]:
         amounts[index] -= 1
         left = left - np.array(chain.counts)
     return taken, Budget(tuple(int(n) for n in left), budget.samples, budget.pipelines - len(taken))
-
-
-def choose_box(counts: Sequence[int]) -> Box:
-    """All count vectors up to `counts`, in the smallest power of two of devices that keeps them few."""
-    unit = 1
-    while True:
-        box = Box(tuple(int(count) // unit * unit for count in counts), unit)
-        if box.cells <= (_FEW_CELLS if unit < _SMALL_UNIT else _CELLS):
-            return box
-        unit *= 2
