@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-planner test-processes lint system-packages clean
+.PHONY: help setup demo test test-slow test-engine test-services test-planner lint system-packages clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -47,21 +47,25 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two at a time: the planner's tests compute on one core; the others start processes (ranks, Ray, servers), which use both
-# cores and wait for each other much of the time.
+# Two at a time, the longest first: many tests wait for processes that they started (ranks, Ray, servers), so that one
+# half alone leaves a core idle much of the time.
+PARTS = test-engine test-services test-planner
 BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=none
 
 test: lint ## lint, then every test that is not marked slow
-	@$(BOTH) test-planner test-processes
+	@$(BOTH) $(PARTS)
 
 test-slow: setup ## the tests marked slow
-	@$(BOTH) test-planner test-processes MARKED='-m slow'
+	@$(BOTH) $(PARTS) MARKED='-m slow'
+
+test-engine: setup
+	$(BIN)/python -m pytest $(MARKED) tests/engine
+
+test-services: setup
+	$(BIN)/python -m pytest $(MARKED) --ignore=tests/planner --ignore=tests/engine
 
 test-planner: setup
 	$(BIN)/python -m pytest $(MARKED) tests/planner
-
-test-processes: setup
-	$(BIN)/python -m pytest $(MARKED) --ignore=tests/planner
 
 system-packages: ## chromium, for the browser tests (Debian or Ubuntu, as root)
 	@if command -v chromium >/dev/null; then echo "chromium is installed: nothing to do."; \

@@ -65,7 +65,7 @@ def test_same_packages_without_the_development_tools() -> None:
     assert re.findall(r"-c (\S+)", packages) == ["constraints.txt"]
     assert '".${EXTRAS:+[$EXTRAS]}"' in packages and "EXTRAS=" in instructions("ARG")
     assert "--no-deps" in sources
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"dev", "npu"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"dev", "npu", "s3"}
 
 
 def test_every_requirement_is_pinned() -> None:
