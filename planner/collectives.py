@@ -7,7 +7,7 @@ other nodes at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,11 +114,18 @@ def _slices_seconds(
 ) -> float:
     size = len(nodes[0])
     # Reduce-scatter and all-gather of a node are the two halves of its ring all-reduce.
-    inside = max(ring([members[i] for i in node], message_bytes) for node in nodes)
-    between = max(
-        ring([members[i] for i in group], message_bytes / size) for group in zip(*nodes, strict=True)
-    )
+    inside = max(ring(group, message_bytes) for group in _unlike(members, nodes))
+    between = max(ring(group, message_bytes / size) for group in _unlike(members, zip(*nodes, strict=True)))
     return inside + between
+
+
+def _unlike(members: Sequence[Device], groups: Iterable[Sequence[int]]) -> Iterable[list[Device]]:
+    """Groups whose rings may differ, all of them inside nodes or all with one member a node: by device types."""
+    found: dict[tuple[str, ...], list[Device]] = {}
+    for group in groups:
+        devices = [members[i] for i in group]
+        found.setdefault(tuple([device.type for device in devices]), devices)
+    return found.values()
 
 
 def _leader_seconds(
@@ -129,9 +136,9 @@ def _leader_seconds(
     ring: Ring,
 ) -> float:
     inside = 0.0
-    for node in nodes:
+    for node in _unlike(members, nodes):
         if len(node) > 1:
-            link = _slowest(links, [members[i] for i in node], message_bytes)
+            link = _slowest(links, node, message_bytes)
             # Reduce and broadcast pass the message along the node's members in a pipeline.
             once = (len(node) - 1) * link.latency + message_bytes / link.bandwidth
             inside = max(inside, 2 * once)

@@ -48,9 +48,13 @@ class SyncSeconds:
         self._devices = [plan.cluster.device_by_id[place.device] for place in plan.ranks]
         self._places = [(device.node, device.type) for device in self._devices]
         self._replicas_of = [(place.pipeline, place.stage, place.tp_rank) for place in plan.ranks]
-        self._wire = PRECISION_BYTES[plan.dtypes.wire]
+        self._wire, self._width = PRECISION_BYTES[plan.dtypes.wire], PRECISION_BYTES[plan.dtypes.param]
         self._asked: dict[tuple[type[Call], int], CallPrice] = {}
-        self._known: dict[object, CallPrice] = {}
+        self._known: dict[tuple[int, int], CallPrice] = {}
+        self._patterns: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[object, int] = {}
+        # Reducing to shards and gathering from them are then the same half of the same all-reduce.
+        self._alike_halves = (plan.zero_stage, plan.zero_scope) == (1, "all") and self._wire == self._width
         self._from_links = False
 
     def of(self, call: Call) -> CallPrice:
@@ -61,17 +65,31 @@ class SyncSeconds:
         return self._asked[asked]
 
     def _alike(self, call: Call) -> CallPrice:
-        places: object = tuple(self._places[rank] for rank in call.holders)
-        if self._plan.zero_stage:
-            order: dict[object, int] = {}
-            group = (self._replicas_of[rank] for rank in call.holders)
-            places = places, tuple(order.setdefault(place, len(order)) for place in group)
-        key = (call.numel, places)
+        key = (call.numel, self._pattern(call.holders))
         if key not in self._known:
             self._from_links = False
-            reduce, gather = self._reduce(call), self._gather(call)
+            reduce = self._reduce(call)
+            gather = reduce if self._alike_halves else self._gather(call)
             self._known[key] = CallPrice(reduce, gather, not self._from_links)
         return self._known[key]
+
+    def _pattern(self, holders: tuple[int, ...]) -> int:
+        """The same for holders at places that links cannot tell apart: nodes, and stages under ZeRO, by number as they
+        appear."""
+        if holders not in self._patterns:
+            nodes: dict[str, int] = {}
+            places: object = tuple(
+                [
+                    (nodes.setdefault(node, len(nodes)), type_)
+                    for node, type_ in map(self._places.__getitem__, holders)
+                ]
+            )
+            if self._plan.zero_stage:
+                order: dict[object, int] = {}
+                group = map(self._replicas_of.__getitem__, holders)
+                places = places, tuple([order.setdefault(place, len(order)) for place in group])
+            self._patterns[holders] = self._numbers.setdefault(places, len(self._numbers))
+        return self._patterns[holders]
 
     def _reduce(self, call: Call) -> float:
         stage, scope = self._plan.zero_stage, self._plan.zero_scope
@@ -88,9 +106,8 @@ class SyncSeconds:
     def _gather(self, call: Call) -> float:
         if not self._plan.zero_stage:
             return 0.0
-        width = PRECISION_BYTES[self._plan.dtypes.param]
         groups = [call.holders] if self._plan.zero_scope == "all" else self._groups(call)
-        return max(self._half(self._of(group), call.numel, width) for group in groups)
+        return max(self._half(self._of(group), call.numel, self._width) for group in groups)
 
     def _between(self, groups: Sequence[Sequence[Device]], numel: int, *, half: bool) -> float:
         """Shards between stages: replica by replica, all at once, so the slowest counts."""
