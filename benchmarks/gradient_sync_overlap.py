@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradient_sync_plans import FAMILIES, SEEDS, changed, host_cluster, make_plan, model_of
-from gradient_sync_ranks import Run, run_ranks, train
+from gradient_sync_ranks import Run, train
+from rank_processes import run_ranks
 
 from actors.engine.trainer import TrainerConfig
 from actors.job import Training

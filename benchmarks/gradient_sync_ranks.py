@@ -9,11 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import meet
 
 from actors.engine.gradient_buffer import GradientBuffer, Piece
 from actors.engine.gradient_sync import GradientSync
@@ -68,30 +67,6 @@ class _Held:
     @property
     def local(self) -> torch.Tensor:
         return self.leaf.detach()
-
-
-def run_ranks(function: Any, world_size: int, *arguments: Any) -> list[Any]:
-    """`function(rank, store, *arguments)` on spawned ranks; their results in rank order."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    queue = multiprocessing.get_context("spawn").Queue()
-    context = multiprocessing.spawn(
-        _serve, args=(function, world_size, store.port, queue, arguments), nprocs=world_size, join=False
-    )
-    results: dict[int, Any] = {}
-    while len(results) < world_size:
-        while queue.empty():
-            context.join(timeout=0.2)
-        rank, result = queue.get()
-        results[rank] = result
-    context.join()
-    return [results[rank] for rank in range(world_size)]
-
-
-def _serve(rank: int, function: Any, world_size: int, port: int, queue: Any, arguments: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    queue.put((rank, function(rank, world_size, store, *arguments)))
 
 
 def synchronise(
@@ -295,9 +270,7 @@ def train(
                     events=report.events,
                 )
             )
-        # Not before all are done: who leaves early breaks the connections of the others.
-        store.set(f"done {index} {rank}", "")
-        store.wait([f"done {index} {other}" for other in range(world_size)])
+        meet(store, f"done {index}", rank=rank, world_size=world_size)
         trainer.close()
         results.append(runs[1:])
     return results

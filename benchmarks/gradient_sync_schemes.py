@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradient_sync_plans import FAMILIES, SEEDS, changed, host_cluster, make_plan, model_of
-from gradient_sync_ranks import SchemeResult, run_ranks, synchronise
+from gradient_sync_ranks import SchemeResult, synchronise
+from rank_processes import run_ranks
 
 from planner.gradient_blocks import gradient_blocks
 from planner.plan import Plan

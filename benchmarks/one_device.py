@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -20,43 +19,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gradient_sync_plans import host_cluster, make_plan
+from paired_runs import TARGET, Shape, host_plan, interval, made_up_tokens, torch_adamw, training_of
 
 from actors.engine.batches import ReplicaBatches
 from actors.engine.data import Samples
 from actors.engine.model.stage import build_stage
-from actors.engine.tokens import TokenFile, prepare_tokens
+from actors.engine.tokens import TokenFile
 from actors.engine.trainer import Trainer, TrainerConfig
 from actors.engine.weights import initial_parameter
-from actors.job import Training
-from planner.model_spec import ModelSpec
-from planner.plan import Plan
 
-# layers, hidden size, sequence, samples of a micro-batch, micro-batches.
 SHAPES = {
-    "nano": (4, 64, 64, 1, 8),
-    "small": (8, 128, 128, 2, 4),
-    "medium": (6, 256, 256, 2, 4),
-    "wide": (4, 512, 128, 2, 2),
+    "tiny": Shape(layers=2, hidden=32, sequence=32, size=1, count=2),
+    "nano": Shape(layers=4, hidden=64, sequence=64, size=1, count=8),
+    "small": Shape(layers=8, hidden=128, sequence=128, size=2, count=4),
+    "medium": Shape(layers=6, hidden=256, sequence=256, size=2, count=4),
+    "wide": Shape(layers=4, hidden=512, sequence=128, size=2, count=2),
 }
-TARGET = 0.97
-
-
-def plan_of(shape: tuple[int, int, int, int, int]) -> Plan:
-    layers, hidden, sequence, size, count = shape
-    model = ModelSpec(
-        name="one-device",
-        layers=layers,
-        hidden_size=hidden,
-        heads=4,
-        vocab_size=257,
-        max_sequence_length=sequence,
-    )
-    plan = make_plan(model, (((1, 1),),), host_cluster(1), random.Random(0), samples=size * count)
-    data = plan.model_dump()
-    data["pipelines"][0]["micro_batch_size"] = size
-    data["pipelines"][0]["stages"][0]["rows"] = [size]
-    return Plan.model_validate(data)
 
 
 def plain_loop(config: TrainerConfig) -> Callable[[int], float]:
@@ -75,14 +53,7 @@ def plain_loop(config: TrainerConfig) -> Callable[[int], float]:
     for handle in handles:
         handle.local.copy_(initial_parameter(handle.spec, model=plan.model, seed=training.seed))
     parameters = list(model.parameters())
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == which] for which in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": training.optimizer.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=training.learning_rate.peak, betas=training.optimizer.betas, eps=training.optimizer.epsilon
-    )
+    optimizer = torch_adamw(parameters, training)
     samples = Samples(
         TokenFile(config.tokens),
         sequence_length=plan.sequence_length,
@@ -107,15 +78,10 @@ def plain_loop(config: TrainerConfig) -> Callable[[int], float]:
     return iterate
 
 
-def compare(shape: tuple[int, int, int, int, int], tokens: Path, *, turns: int) -> tuple[list[float], float]:
+def compare(shape: Shape, tokens: Path, *, turns: int) -> tuple[list[float], float]:
     """Ratios of neighbouring iterations, and the largest relative difference of their losses."""
-    plan = plan_of(shape)
-    training = Training(
-        global_batch_size=plan.global_batch_size,
-        sequence_length=plan.sequence_length,
-        steps=10**6,
-        learning_rate={"peak": 1e-4},  # type: ignore[arg-type]
-    )
+    plan = host_plan(shape, (((1, 1),),))
+    training = training_of(plan)
     config = TrainerConfig(plan=plan, training=training, tokens=tokens, timeout_seconds=60)
     trainer = Trainer(config=config, rank=0, store=dist.HashStore())
     plain = plain_loop(config)
@@ -134,35 +100,30 @@ def compare(shape: tuple[int, int, int, int, int], tokens: Path, *, turns: int) 
     return ratios, difference
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Where 95 % of the medians of resampled ratios lie."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
-    return medians[25], medians[974]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[1:])
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder, "text.txt")
-        text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(20000)))
-        tokens = prepare_tokens(text, cache_dir=Path(folder)).path
+        tokens = made_up_tokens(Path(folder))
         print("shape    layers hidden sequence | plain / engine  95 % interval | losses differ by")
         for name in options.shapes:
             ratios, difference = compare(SHAPES[name], tokens, turns=options.turns)
             median, (low, high) = statistics.median(ratios), interval(ratios)
-            layers, hidden, sequence, *_ = SHAPES[name]
+            shape = SHAPES[name]
             print(
-                f"{name:8s} {layers:6d} {hidden:6d} {sequence:8d} | {median:14.3f}  {low:.3f} to {high:.3f} |"
-                f" {difference:.1e}",
+                f"{name:8s} {shape.layers:6d} {shape.hidden:6d} {shape.sequence:8d} |"
+                f" {median:14.3f}  {low:.3f} to {high:.3f} | {difference:.1e}",
                 flush=True,
             )
-            found[name] = {"ratio": round(median, 3), "interval": [round(low, 3), round(high, 3)]}
+            found[name] = {
+                "ratio": round(median, 3),
+                "interval": [round(low, 3), round(high, 3)],
+                "losses_differ_by": difference,
+            }
     print(json.dumps({"benchmark": "one_device", "target": TARGET, "shapes": found}))
 
 

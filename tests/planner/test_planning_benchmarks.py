@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.benchmark_runs import run
 from tests.planner.profile.sources import write_operators
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(program: str, *arguments: str) -> tuple[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / program), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    *table, last = done.stdout.splitlines()
-    return "\n".join(table), json.loads(last)
 
 
 @pytest.mark.slow
