@@ -36,10 +36,12 @@ class FileSum(Contract):
 
 
 class DataIdentity(Contract):
-    """The token file: its name is a hash of the text and of the tokenizer."""
+    """The token file: its name is a hash of the text and of the tokenizer. `held_out` is the share that is never
+    trained on, or the name of the token file to validate with; empty if there is neither."""
 
     name: str
     tokens: int
+    held_out: str = ""
 
 
 class Progress(Contract):
@@ -95,9 +97,16 @@ class Tokens(Protocol):
     def count(self) -> int: ...
 
 
-def data_identity(tokens: Tokens) -> DataIdentity:
-    """The text behind a token file, which is named by a hash of it."""
-    return DataIdentity(name=tokens.path.stem, tokens=tokens.count)
+class HeldOutOf(Protocol):
+    """What names the part of the data that is never trained on."""
+
+    @property
+    def identity(self) -> str: ...
+
+
+def data_identity(tokens: Tokens, held_out: HeldOutOf) -> DataIdentity:
+    """The text behind a token file, which is named by a hash of it, and what of it is held out."""
+    return DataIdentity(name=tokens.path.stem, tokens=tokens.count, held_out=held_out.identity)
 
 
 def plan_line(plan: Plan) -> str:
@@ -213,6 +222,11 @@ def check_continues(
         raise UserError(
             f"model = {model.name} is not the model of checkpoint {source}: {difference}; use that model, or start"
             " anew with --overwrite"
+        )
+    if data.held_out != manifest.data.held_out:
+        raise UserError(
+            f"data.held_out = {data.held_out or 'none'} but checkpoint {source} was trained with"
+            f" {manifest.data.held_out or 'none'}; write that, or start anew with --overwrite"
         )
     if data != manifest.data:
         raise UserError(

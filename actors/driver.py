@@ -66,7 +66,7 @@ def run_job(
     prepared = prepare(job, equal_batches=equal_batches)
     saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
     observer = observer or Silent()
-    start = saves.resume(job, prepared.tokens, observer.status) if resume else None
+    start = saves.resume(job, prepared.data_identity(), observer.status) if resume else None
     if start is None:
         saves.check_new(folder.path)
     run = _Run(job, folder, observer, make_trainer, saves=saves, start=start)

@@ -10,23 +10,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from actors.data_settings import PYTHON_STDLIB, Data, TextSource
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
 from planner.plan import MAX_GLOBAL_BATCH_SIZE, GradientSync, Plan, Precision, read_plan
 from planner.units import Seconds, parse_seconds
 
-PYTHON_STDLIB = "python-stdlib"
 # A week. Process groups cannot count much longer times.
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
-
-
-class Data(Contract):
-    """The text to learn: a file, a folder, or `python-stdlib` (the standard library's own sources)."""
-
-    path: str = Field(min_length=1)
-    pattern: str = Field(default="*", description="glob for the files of a folder, searched recursively")
-    tokenizer: Literal["byte"] = "byte"
 
 
 class Optimizer(Contract):
@@ -290,7 +282,25 @@ class Job(Contract):
         return self._base
 
     def data_path(self) -> Path:
-        return Path(self.base, os.path.expanduser(self.data.path))
+        return self.placed(self.data.path)
+
+    def text(self) -> TextSource:
+        """What is trained on, where it lies."""
+        return self._source(self.data.path, self.data.pattern, field="data")
+
+    def held_out_text(self) -> TextSource | None:
+        """What is validated with, if it is a text of its own."""
+        held_out = self.data.held_out
+        if isinstance(held_out, float):
+            return None
+        return self._source(held_out.path, held_out.pattern, field="data.held_out")
+
+    def _source(self, path: str, pattern: str, *, field: str) -> TextSource:
+        return TextSource(PYTHON_STDLIB if path == PYTHON_STDLIB else self.placed(path), pattern, field)
+
+    def placed(self, path: str) -> Path:
+        """A path of the data section from anywhere."""
+        return Path(self.base, os.path.expanduser(path))
 
     def weights_path(self) -> Path | None:
         """Where the first values come from."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from actors.checkpoints import DataIdentity, data_identity
 from actors.engine.support import check_supported
-from actors.engine.tokens import check_vocabulary, prepare_tokens
+from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary, prepare_text
+from actors.engine.windows import WindowSplit
 from actors.inventory import read_inventory
-from actors.job import PYTHON_STDLIB, Emulation, Job
+from actors.job import Emulation, Job
 from actors.plan_task import plan_on_head
 from actors.time_scale import HostMeasurement, auto_time_scale
 from planner.cluster import Cluster
@@ -34,10 +36,16 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of a job could be settled without Ray: its token file, and its plan where the job holds one."""
+    """What of a job could be settled without Ray: its token file, what of it is held out, and its plan where the job
+    holds one."""
 
     tokens: Path
+    held_out: HeldOut
     plan: Plan | None
+
+    def data_identity(self) -> DataIdentity:
+        """What a checkpoint of the job says of its data."""
+        return data_identity(TokenFile(self.tokens), self.held_out)
 
     def trainer_config(self, job: Job, plan: Plan, *, resume_from: Path | None = None) -> TrainerConfig:
         """What every rank is told; `resume_from` is the checkpoint to begin with."""
@@ -47,6 +55,7 @@ class Prepared:
             plan=plan,
             training=job.training,
             tokens=self.tokens,
+            held_out=self.held_out,
             timeout_seconds=job.runtime.timeout_seconds,
             deterministic=job.runtime.deterministic,
             on_nan=job.runtime.on_nan,
@@ -75,10 +84,21 @@ def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
         from actors.engine.weight_files import check_weights
 
         check_weights(weights, job.model)
-    source = job.data.path if job.data.path == PYTHON_STDLIB else job.data_path()
-    tokens = prepare_tokens(source, pattern=job.data.pattern, cache_dir=cache_folder())
-    tokens.windows(job.training.sequence_length)
-    return Prepared(tokens.path, plan)
+    tokens = prepare_text(job.text(), cache_dir=cache_folder())
+    return Prepared(tokens.path, _held_out(job, tokens), plan)
+
+
+def _held_out(job: Job, tokens: TokenFile) -> HeldOut:
+    """What training never sees. UserError if it, or what it leaves, is less than a sample."""
+    length, share = job.training.sequence_length, job.data.held_out
+    if (text := job.held_out_text()) is None:
+        assert isinstance(share, float)
+        WindowSplit(tokens.windows(length), share)
+        return HeldOut(share=share)
+    tokens.windows(length)
+    other = prepare_text(text, cache_dir=cache_folder())
+    other.windows(length)
+    return HeldOut(tokens=other.path)
 
 
 def make_plan(job: Job, prepared: Prepared, *, equal_batches: bool) -> Plan:

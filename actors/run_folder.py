@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from actors.job import PYTHON_STDLIB, Job
+from actors.data_settings import with_paths
+from actors.job import Job
 from planner.errors import UserError
 from planner.plan import Plan
 
@@ -108,8 +109,7 @@ class RunFolder:
     def write_job(self, job: Job) -> None:
         """The job as it was understood; it can be submitted again from anywhere."""
         data = job.model_dump(mode="json", exclude_defaults=True)
-        if job.data.path != PYTHON_STDLIB:
-            data["data"]["path"] = str(job.data_path().resolve())
+        data["data"] = with_paths(data["data"], lambda _, value: str(job.placed(value).resolve()))
         if (weights := job.weights_path()) is not None:
             data["weights"] = str(weights.resolve())
         if job.checkpoint.directory is not None:

@@ -9,16 +9,15 @@ from pathlib import Path
 
 from actors.checkpoints import (
     Checkpoint,
+    DataIdentity,
     check_continues,
     check_whole,
     checkpoint_path,
     checkpoints,
-    data_identity,
     delete,
     incomplete,
     latest,
 )
-from actors.engine.tokens import TokenFile
 from actors.job import Checkpointing, Job
 from planner.errors import UserError
 
@@ -56,7 +55,7 @@ class SaveSchedule:
         for path in [*(found.path for found in checkpoints(self._folder)), *incomplete(self._folder)]:
             delete(path)
 
-    def resume(self, job: Job, tokens: Path, say: Callable[[str], None]) -> Checkpoint:
+    def resume(self, job: Job, data: DataIdentity, say: Callable[[str], None]) -> Checkpoint:
         """The newest checkpoint, all of its bytes looked at. UserError if there is none, it was altered, or the
         job is not a continuation of it."""
         newest = latest(self._folder)
@@ -64,7 +63,7 @@ class SaveSchedule:
             newest.manifest,
             model=job.model,
             training=job.training,
-            data=data_identity(TokenFile(tokens)),
+            data=data,
             source=newest.path,
         )
         say(f"verifying {newest.path}")

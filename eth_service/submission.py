@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from actors.job import PYTHON_STDLIB, Job, parse_job
+from actors.data_settings import named_in, with_paths
+from actors.job import Job, parse_job
 from eth_service.errors import ProblemError
 from eth_service.feasibility import check_feasible
 from planner.errors import UserError, load_yaml
@@ -59,9 +60,10 @@ def job_document(job: Job) -> dict[str, Any]:
 
 def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
     """The document with absolute paths, as whoever runs the job has another working folder."""
-    data, checkpoint = document["data"], document["checkpoint"]
-    if data["path"] != PYTHON_STDLIB:
-        data["path"] = _existing("data.path", data["path"], root)
+    checkpoint = document["checkpoint"]
+    document["data"] = with_paths(
+        document["data"], lambda field, value: _existing(f"data.{field}", value, root)
+    )
     if document["weights"] is not None:
         document["weights"] = _existing("weights", document["weights"], root)
     if checkpoint["directory"] is not None:
@@ -82,15 +84,17 @@ def _confine(data: dict[str, Any], root: Path) -> None:
         section if isinstance(section, dict) else {} for section in (data.get("data"), data.get("checkpoint"))
     )
     named = {field: data.get(field) for field in ("model", "weights", "cluster", "plan")} | {
-        "data.path": text.get("path"),
         "checkpoint.directory": checkpoint.get("directory"),
+        **{f"data.{field}": value for field, value in named_in(text, "path")},
     }
     for field, value in named.items():
         if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):
             raise UserError(f"{field} = {value!r} is outside the data root {root}; put the file below it")
-    pattern = text.get("pattern")
-    if isinstance(pattern, str) and (PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts):
-        raise UserError(f"data.pattern = {pattern!r} leads out of the folder; write a pattern such as *.txt")
+    for field, pattern in named_in(text, "pattern"):
+        if isinstance(pattern, str) and (PurePath(pattern).is_absolute() or ".." in PurePath(pattern).parts):
+            raise UserError(
+                f"data.{field} = {pattern!r} leads out of the folder; write a pattern such as *.txt"
+            )
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Which samples form an iteration, and the tensors of them.
 
-The text is cut into windows of `sequence_length` tokens, each read with the token after it. An epoch
-takes every window once, in an order that the seed and the epoch decide; iterations take the next
-`global_batch_size` windows. So what an iteration trains on depends on the seed and the iteration, never
+The text is cut into windows of `sequence_length` tokens, each read with the token after it. Some may be held
+out; an epoch takes every other window once, in an order that the seed and the epoch decide; iterations take the
+next `global_batch_size` windows. So what an iteration trains on depends on the seed and the iteration, never
 on the plan, and any rank can name its samples without having seen the ones before.
 """
 
@@ -14,25 +14,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.engine.tokens import TokenFile
-
-Indices = npt.NDArray[np.int64]
+from actors.engine.tokens import HeldOut, TokenFile
+from actors.engine.windows import Indices, WindowSplit
 
 _ROUNDS = 6
 
 
 class Samples:
-    """The samples of a training run, read from a token file.
+    """The samples of a training run, read from a token file, but for the share that is held out.
 
-    Raises UserError if the text is shorter than one sample.
+    Raises UserError if the text is shorter than one sample, or nothing is left to train on.
     """
 
-    def __init__(self, tokens: TokenFile, *, sequence_length: int, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        seed: int,
+        held_out_share: float = 0.0,
+    ) -> None:
         self._tokens = tokens
         self._sequence_length = sequence_length
         self._global_batch_size = global_batch_size
         self._seed = seed
-        self._windows = tokens.windows(sequence_length)
+        self._split = WindowSplit(tokens.windows(sequence_length), held_out_share)
         self._known: tuple[int, Indices] | None = None
 
     @property
@@ -46,10 +53,7 @@ class Samples:
         """
         assert 0 <= first <= last <= self._global_batch_size, (first, last)
         chosen = self._positions(iteration)[first:last]
-        within = np.arange(self._sequence_length + 1)
-        rows = self._tokens.tokens[chosen[:, None] * self._sequence_length + within]
-        both = torch.from_numpy(rows.astype(np.int64))
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        return read_windows(self._tokens, chosen, sequence_length=self._sequence_length)
 
     def _positions(self, iteration: int) -> Indices:
         # An iteration's micro-batches ask one after the other.
@@ -58,10 +62,49 @@ class Samples:
                 seed=self._seed,
                 iteration=iteration,
                 global_batch_size=self._global_batch_size,
-                windows=self._windows,
+                windows=self._split.training,
             )
-            self._known = (iteration, positions)
+            self._known = (iteration, self._split.training_windows(positions))
         return self._known[1]
+
+
+class HeldOutSamples:
+    """The samples that training never sees: the windows held out of its text, or all of another text.
+
+    They come in one order for all runs that hold out the same, mixed, so that the first few stand for the whole
+    text. Without anything held out there are none.
+    """
+
+    def __init__(self, tokens: TokenFile, held_out: HeldOut, *, sequence_length: int) -> None:
+        self._tokens = tokens if held_out.tokens is None else TokenFile(held_out.tokens)
+        self._sequence_length = sequence_length
+        windows = self._tokens.windows(sequence_length)
+        self._split = None if held_out.tokens is not None else WindowSplit(windows, held_out.share)
+        self._count = windows if self._split is None else self._split.held_out
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self._count
+
+    def batch(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples [first, last) of `count`: inputs and labels as those of `Samples.batch`."""
+        assert 0 <= first <= last <= self._count, (first, last)
+        chosen = np.arange(first, last)
+        if len(chosen):
+            chosen = permuted(chosen, size=self._count, seed=0, epoch=0)
+        if self._split is not None:
+            chosen = self._split.held_out_windows(chosen)
+        return read_windows(self._tokens, chosen, sequence_length=self._sequence_length)
+
+
+def read_windows(
+    tokens: TokenFile, chosen: Indices, *, sequence_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, int64 `[chosen, sequence_length]`, of windows of a text; a label is the next token."""
+    rows = tokens.tokens[chosen[:, None] * sequence_length + np.arange(sequence_length + 1)]
+    both = torch.from_numpy(rows.astype(np.int64))
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 def sample_positions(*, seed: int, iteration: int, global_batch_size: int, windows: int) -> Indices:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.job import PYTHON_STDLIB
+from actors.data_settings import PYTHON_STDLIB, TextSource
 from planner.errors import UserError
 
 END_OF_DOCUMENT = 256
@@ -51,6 +52,24 @@ class TokenFile:
         return _windows(self.count, sequence_length)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """What training never sees: a share of the text's windows, or all of another text (its token file)."""
+
+    share: float = 0.0
+    tokens: Path | None = None
+
+    @property
+    def identity(self) -> str:
+        """In a word, for what must not change between a run and what goes on with it."""
+        if self.tokens is not None:
+            return self.tokens.stem
+        return repr(self.share) if self.share else ""
+
+
+NOTHING_HELD_OUT = HeldOut()
+
+
 def _windows(tokens: int, sequence_length: int) -> int:
     windows = (tokens - 1) // sequence_length
     if windows < 1:
@@ -70,13 +89,20 @@ def check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def prepare_tokens(source: str | Path, *, pattern: str = "*", cache_dir: Path) -> TokenFile:
-    """The token file of a text file, of a folder's files that match `pattern`, or of `python-stdlib`.
+def prepare_tokens(
+    path: Path | Literal["python-stdlib"], *, pattern: str = "*", cache_dir: Path
+) -> TokenFile:
+    """As `prepare_text`, of a source that no job names."""
+    return prepare_text(TextSource(path, pattern), cache_dir=cache_dir)
+
+
+def prepare_text(source: TextSource, *, cache_dir: Path) -> TokenFile:
+    """The token file of a text.
 
     It lies in `cache_dir` under a name made of the content, so that the same text is written once.
     Bytes are tokens: no encoding can be wrong. UserError names what is missing, empty or unreadable.
     """
-    files = _files(source, pattern)
+    files = _files(source)
     digest, text_bytes = _digest(files)
     _check_text(source, files, text_bytes)
     target = cache_dir / f"{digest}.tokens"
@@ -90,38 +116,37 @@ def prepare_tokens(source: str | Path, *, pattern: str = "*", cache_dir: Path) -
     return TokenFile(target)
 
 
-def check_text(source: str | Path, *, pattern: str = "*", sequence_length: int) -> None:
-    """By the files' sizes alone: UserError if there is no text, or too little for a sample."""
-    files = _files(source, pattern)
+def check_text(source: TextSource, *, sequence_length: int) -> int:
+    """The samples that a text gives, by the files' sizes alone. UserError if it is too short for one."""
+    files = _files(source)
     text_bytes = sum(file.stat().st_size for file in files)
     _check_text(source, files, text_bytes)
     # Every document has an end.
-    _windows(text_bytes + len(files), sequence_length)
+    return _windows(text_bytes + len(files), sequence_length)
 
 
-def _check_text(source: str | Path, files: Sequence[Path], text_bytes: int) -> None:
+def _check_text(source: TextSource, files: Sequence[Path], text_bytes: int) -> None:
     if not text_bytes:
         where = f"{len(files)} files of " if len(files) > 1 else ""
         raise UserError(
-            f"data.path = {str(source)!r}: {where}it holds no text; give a text that is not empty"
+            f"{source.field}.path = {str(source.path)!r}: {where}it holds no text; give a text that is not empty"
         )
 
 
-def _files(source: str | Path, pattern: str) -> list[Path]:
-    return _stdlib_files() if source == PYTHON_STDLIB else _text_files(Path(source), pattern)
-
-
-def _text_files(path: Path, pattern: str) -> list[Path]:
+def _files(source: TextSource) -> list[Path]:
+    path = source.path
+    if not isinstance(path, Path):
+        return _stdlib_files(source.field)
     if os.path.isdir(path):
-        return _folder_files(path, pattern)
+        return _folder_files(path, source.pattern, source.field)
     if not os.path.exists(path):
         raise UserError(
-            f"data.path = {str(path)!r} does not exist; give a text file, a folder, or {PYTHON_STDLIB}"
+            f"{source.field}.path = {str(path)!r} does not exist; give a text file, a folder, or {PYTHON_STDLIB}"
         )
     return [path]
 
 
-def _folder_files(folder: Path, pattern: str) -> list[Path]:
+def _folder_files(folder: Path, pattern: str, field: str) -> list[Path]:
     """Regular files in the order of their relative paths; hidden files and folders are left out."""
     try:
         found = {path.relative_to(folder): path for path in folder.rglob(pattern)}
@@ -129,20 +154,20 @@ def _folder_files(folder: Path, pattern: str) -> list[Path]:
         files = [found[name] for name in sorted(visible) if found[name].is_file()]
     except (ValueError, NotImplementedError) as error:
         raise UserError(
-            f"data.pattern = {pattern!r} is no pattern for files below a folder ({error}); write *.txt, say"
+            f"{field}.pattern = {pattern!r} is no pattern for files below a folder ({error}); write *.txt, say"
         ) from None
     except OSError as error:
         raise UserError(
-            f"data.path = {str(folder)!r} cannot be listed: {error.strerror}; make it readable"
+            f"{field}.path = {str(folder)!r} cannot be listed: {error.strerror}; make it readable"
         ) from None
     if not files:
         raise UserError(
-            f"data.pattern = {pattern!r} matches no file in {folder}; change the pattern or the folder"
+            f"{field}.pattern = {pattern!r} matches no file in {folder}; change the pattern or the folder"
         )
     return files
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files(field: str) -> list[Path]:
     """The standard library's own sources, tests left out, up to STDLIB_BYTES, in a stable order."""
     folder = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
@@ -156,7 +181,7 @@ def _stdlib_files() -> list[Path]:
             files.append(folder / name)
     if not files:
         raise UserError(
-            f"data.path = {PYTHON_STDLIB!r}: {folder} holds no sources; give a text file or a folder instead"
+            f"{field}.path = {PYTHON_STDLIB!r}: {folder} holds no sources; give a text file or a folder instead"
         )
     return files
 

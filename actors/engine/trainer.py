@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.checkpoints import data_identity
 from actors.engine.agreement import Agreed, OnNan, agree, updates
 from actors.engine.batches import ReplicaBatches
 from actors.engine.checkpoint import SavedCheckpoint
@@ -25,7 +26,7 @@ from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.process_groups import ProcessGroups
 from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
-from actors.engine.tokens import TokenFile
+from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut, TokenFile
 from actors.engine.training_state import TrainingState
 from actors.engine.transports import message_transports
 from actors.engine.update import UpdateMaker
@@ -43,7 +44,8 @@ MEASURED_ITERATIONS = 2
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What every rank of a job is told. `tokens` is the token file, at the same path on every host.
+    """What every rank of a job is told. `tokens` is the token file, at the same path on every host;
+    `held_out` is what training sees nothing of.
 
     `deterministic` refuses operations that may add in another order from run to run. On the host's processor
     there are none: runs of one plan agree to the bit with or without it. `weights` are files of first values, in
@@ -54,6 +56,7 @@ class TrainerConfig:
     training: Training
     tokens: Path
     timeout_seconds: float
+    held_out: HeldOut = NOTHING_HELD_OUT
     deterministic: bool = False
     on_nan: OnNan = "stop"
     keep_checkpoints: int = 2
@@ -149,7 +152,7 @@ class Trainer:
                 plan=self._plan,
                 rank=rank,
                 training=config.training,
-                tokens=tokens,
+                data=data_identity(tokens, config.held_out),
                 handles=self._handles,
                 optimizer=self._update.optimizer,
                 loss_scale=self._loss_scale,
@@ -366,6 +369,7 @@ def _batches(config: TrainerConfig, tokens: TokenFile, place: RankPlace, device:
         sequence_length=config.plan.sequence_length,
         global_batch_size=config.plan.global_batch_size,
         seed=config.training.seed,
+        held_out_share=config.held_out.share,
     )
     return ReplicaBatches(plan=config.plan, place=place, samples=samples, device=device.torch_device)
 

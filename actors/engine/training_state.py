@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from actors.checkpoints import Manifest, Progress, check_continues, data_identity, plan_line, read_manifest
+from actors.checkpoints import DataIdentity, Manifest, Progress, check_continues, plan_line, read_manifest
 from actors.engine.checkpoint import CheckpointWriter, SavedCheckpoint, load_slices
 from actors.engine.gradient_buffer import HeldParameter
 from actors.engine.loss_scale import LossScale
@@ -23,7 +23,6 @@ from actors.engine.state_slices import (
     piece_slices,
     shard_slices,
 )
-from actors.engine.tokens import TokenFile
 from actors.job import Training
 from planner.plan import Plan
 
@@ -41,7 +40,7 @@ class TrainingState:
         plan: Plan,
         rank: int,
         training: Training,
-        tokens: TokenFile,
+        data: DataIdentity,
         handles: Sequence[HeldParameter],
         optimizer: Optimizer | ShardedOptimizer,
         loss_scale: LossScale,
@@ -49,7 +48,7 @@ class TrainingState:
         keep: int,
     ) -> None:
         self._plan, self._rank = plan, rank
-        self._training, self._data = training, data_identity(tokens)
+        self._training, self._data = training, data
         self._handles, self._optimizer, self._loss_scale = handles, optimizer, loss_scale
         self._writer = CheckpointWriter(rank=rank, group=group, keep=keep)
         self.updates = 0

@@ -48,6 +48,20 @@ def test_paths_start_at_the_job_file(tmp_path: Path) -> None:
     assert job.data_path() == folder / "text.txt"
 
 
+def test_what_is_held_out_is_a_share_or_a_text(tmp_path: Path) -> None:
+    assert parsed(tmp_path).data.held_out == 0
+    assert parsed(tmp_path, data={"path": "text.txt", "held_out": 0.25}).data.held_out == 0.25
+    job = parsed(tmp_path, data={"path": "text.txt", "held_out": {"path": "other.txt"}})
+    held_out = job.held_out_text()
+    assert held_out is not None and held_out.path == tmp_path / "other.txt"
+
+
+@pytest.mark.parametrize("value", [1, -0.1, True, "0.1", None, [0.1], float("nan")])
+def test_any_other_held_out_is_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(UserError, match=r"data\.held_out: held_out = .* must be a share of the samples"):
+        parsed(tmp_path, data={"path": "text.txt", "held_out": value})
+
+
 def test_a_plan_file_is_read_and_must_agree(tmp_path: Path) -> None:
     plan = make_plan(make_model(), [[(1, 1, 4)]], samples=[8])
     (tmp_path / "plan.json").write_text(plan.model_dump_json())

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
+from actors.data_settings import Data
 from actors.job import (
     Checkpointing,
-    Data,
     Emulation,
     Job,
     LearningRate,

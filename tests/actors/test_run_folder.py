@@ -76,6 +76,17 @@ def test_the_written_job_can_be_run_again_from_anywhere(tmp_path: Path) -> None:
     assert again.model_dump(exclude={"data"}) == job.model_dump(exclude={"data"})
 
 
+def test_the_written_job_names_the_held_out_text_from_anywhere(tmp_path: Path) -> None:
+    values = make_job(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["data"]["held_out"] = {"path": "validation.txt", "pattern": "*.txt"}
+    folder = RunFolder.check(tmp_path / "a" / "run", overwrite=False)
+    folder.create()
+    folder.write_job(parse_job(values, base=tmp_path))
+    held_out = read_job(folder.path / "job.yaml").held_out_text()
+    assert held_out is not None
+    assert (held_out.path, held_out.pattern) == (tmp_path / "validation.txt", "*.txt")
+
+
 def test_metrics_are_whole_lines(tmp_path: Path) -> None:
     folder = RunFolder.check(tmp_path / "run", overwrite=False)
     folder.create()

@@ -92,6 +92,11 @@ def test_the_stored_document_is_the_same_job_from_any_folder(root: Path, tmp_pat
         ({"data": {"path": "/etc/hostname"}}, "data.path"),
         ({"data": {"path": "link.txt"}}, "data.path"),
         ({"data": {"path": "texts", "pattern": "../../*"}}, "data.pattern"),
+        ({"data": {"path": "texts", "held_out": {"path": "../secret.txt"}}}, "data.held_out.path"),
+        (
+            {"data": {"path": "texts", "held_out": {"path": "texts", "pattern": "/*"}}},
+            "data.held_out.pattern",
+        ),
         ({"model": "../secret.txt"}, "model"),
         ({"cluster": "/etc/hostname"}, "cluster"),
         ({"plan": "texts/../../secret.txt"}, "plan"),
@@ -139,6 +144,11 @@ def test_a_plan_that_the_runtime_cannot_execute_is_refused_at_once(root: Path) -
             "needs 33 tokens of text, but the data hold 6; shorten the sequence",
         ),
         ({"data": {"path": "texts", "pattern": "*.md"}}, "data.pattern = '*.md' matches no file"),
+        ({"data": {"path": "texts/book.txt", "held_out": 0.9999}}, "data.held_out = 0.9999 leaves nothing"),
+        (
+            {"data": {"path": "texts/book.txt", "held_out": {"path": "texts/empty.txt"}}},
+            "data.held_out.path = ",
+        ),
         ({"model": "gpt3-175b"}, "model gpt3-175b does not fit: stage 0"),
     ],
 )
