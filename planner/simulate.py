@@ -70,10 +70,12 @@ def _sync_events(plan: Plan, holders: tuple[int, ...], block: int, start: float,
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """How the replicas of a stage receive from a neighbour: from whom, and for how long."""
+    """How the replicas of a stage receive from a neighbour: from whom, for how long, and how long each then gathers
+    its slices."""
 
     senders: list[list[int]]
-    seconds: list[float]
+    seconds: tuple[float, ...]
+    gather: tuple[float, ...]
 
 
 class _PipelineReplay:
@@ -127,7 +129,10 @@ class _PipelineReplay:
                 made = max(sent[sender] for sender in arrivals.senders[replica])
                 arrived = made + arrivals.seconds[replica]
                 self._note(stage, replica, "receive", micro_batch, made, arrived)
-                start = max(start, arrived)
+                begun = max(start, arrived)
+                start = begun + arrivals.gather[replica]
+                if start > begun:
+                    self._note(stage, replica, "receive", micro_batch, begun, start)
             end = start + (step.forward if forward else step.backward)
             self._note(stage, replica, kind, micro_batch, start, end)
             self.free[stage][replica] = end
@@ -164,4 +169,5 @@ def _arrivals(sender: StageShape, receiver: StageShape, cost: StageCost) -> _Arr
         [replica.rows for replica in sender.replicas], [replica.rows for replica in receiver.replicas]
     ):
         senders[overlap.receiver].append(overlap.sender)
-    return _Arrivals(senders, cost.receive(sender, receiver))
+    exchange = cost.exchange(sender, receiver)
+    return _Arrivals(senders, exchange.arrival, exchange.gather)

@@ -24,6 +24,7 @@ from actors.engine.replica_buffer import HeldPart
 from actors.engine.replica_shards import PartTransport
 from actors.engine.shard_transport import ShardTransport
 from planner.cost.backward import BackwardLeft
+from planner.cost.exchange import gather_seconds
 from planner.cost.gradient import optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
 from planner.cost.stages import StageCost, stage_shape
@@ -174,6 +175,31 @@ class _Arrival:
     def wait(self) -> None:
         self._both.wait()
         self._messages.arrive(self._both.stamp, self._seconds)
+
+
+class PacedGather:
+    """Gathering slices in its planned time, from when the last rank of the TP group has its slice."""
+
+    def __init__(
+        self, inner: exchange.SliceGather, *, group: dist.ProcessGroup, plan: Plan, place: RankPlace
+    ) -> None:
+        self._inner = inner
+        self._group = group
+        self._links = plan.cluster.links
+        self._device_type = plan.cluster.device_by_id[place.device].type
+        self._scale = plan.emulation.time_scale
+
+    def __call__(self, whole: torch.Tensor) -> None:
+        ready = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.all_reduce(ready, dist.ReduceOp.MAX, group=self._group)
+        self._inner(whole)
+        seconds = gather_seconds(
+            self._links,
+            self._device_type,
+            tp=dist.get_world_size(self._group),
+            message_bytes=whole.numel() * whole.element_size(),
+        )
+        sleep_until(min(float(ready), time.monotonic()) + seconds * self._scale)
 
 
 class PacedCalls:

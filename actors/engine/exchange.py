@@ -1,30 +1,29 @@
 """Activations and their gradients between neighbouring stages of unlike (tp, dp, rows).
 
-`boundary_transfers` says from the plan alone who sends which rows to whom; `Exchange` carries one rank's
-messages. Sends never block. Receives are posted one micro-batch ahead, so a message travels while the
-stage computes.
+The planner says who sends what to whom, whole rows or slices that the receiving TP group gathers
+(planner/cost/exchange.py); `Exchange` carries one rank's messages. Sends never block. Receives are posted one
+micro-batch ahead, so a message travels while the stage computes; slices are gathered when the stage takes them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from planner.cost.exchange import row_overlaps
-from planner.plan import Plan, RankPlace, StagePlan
+from planner.cost.exchange import plan_exchange
+from planner.plan import Plan, RankPlace
 
 MessageKind = Literal["activations", "gradients"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `start` to `stop` of a micro-batch, from one rank to another."""
+    """Elements `start` to `stop` of a micro-batch, from one rank to another."""
 
     sender: int
     receiver: int
@@ -32,80 +31,64 @@ class Transfer:
     stop: int
 
 
-@dataclass(frozen=True)
-class StageRanks:
-    """A stage as its neighbours see it."""
-
-    first_rank: int
-    tp: int
-    rows: tuple[int, ...]
-
-    def rank(self, replica: int, tp_rank: int) -> int:
-        return self.first_rank + replica * self.tp + tp_rank
-
-
-def boundary_transfers(sender: StageRanks, receiver: StageRanks) -> list[Transfer]:
-    """Everything one stage sends another for one micro-batch.
-
-    Every rank of a replica holds the replica's whole rows, before and after. So each receiving rank takes
-    an overlap of rows from one rank of the sending replica; the replica's ranks take turns.
-    """
-    transfers = []
-    turns = [count() for _ in sender.rows]
-    row = 0
-    for overlap in row_overlaps(sender.rows, receiver.rows):
-        for tp_rank in range(receiver.tp):
-            turn = next(turns[overlap.sender]) % sender.tp
-            transfers.append(
-                Transfer(
-                    sender.rank(overlap.sender, turn),
-                    receiver.rank(overlap.receiver, tp_rank),
-                    row,
-                    row + overlap.rows,
-                )
-            )
-        row += overlap.rows
-    return transfers
-
-
-def stage_ranks(plan: Plan, pipeline: int) -> list[StageRanks]:
-    """Every stage of a pipeline."""
+def boundary_transfers(
+    plan: Plan, pipeline: int, *, sender: int, receiver: int
+) -> tuple[list[Transfer], bool]:
+    """Everything one stage sends a neighbour for one micro-batch, and whether the receiving ranks get slices."""
     first: dict[int, int] = {}
     for place in plan.ranks:
         if place.pipeline == pipeline:
             first.setdefault(place.stage, place.rank)
-    stages: Sequence[StagePlan] = plan.pipelines[pipeline].stages
-    return [StageRanks(first[number], stage.tp, stage.rows) for number, stage in enumerate(stages)]
+    stages = plan.pipelines[pipeline].stages
+    way, messages = plan_exchange(plan, pipeline=pipeline, sender=sender, receiver=receiver)
+    # The planner counts in equal parts of a row, one for each receiving TP rank; heads are cut by ranks, and so
+    # is the hidden size.
+    unit, rest = divmod(plan.sequence_length * plan.model.hidden_size, stages[receiver].tp)
+    assert rest == 0
+    transfers = [
+        Transfer(
+            first[sender] + message.sender[0] * stages[sender].tp + message.sender[1],
+            first[receiver] + message.receiver[0] * stages[receiver].tp + message.receiver[1],
+            message.start * unit,
+            message.stop * unit,
+        )
+        for message in messages
+    ]
+    return transfers, way == "sliced"
 
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part of a boundary in one direction; rows count from the rank's own first row."""
+    """One rank's part of a boundary in one direction; elements count from the rank's own first row."""
 
     kind: MessageKind
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
+    sliced: bool = False
+    """What is received is the rank's slice, which its TP group gathers."""
 
 
 def rank_routes(plan: Plan, place: RankPlace) -> dict[MessageKind, Route]:
     """What a rank sends and receives for one micro-batch: activations onwards, gradients back."""
-    stages, number = stage_ranks(plan, place.pipeline), place.stage
-    own = stages[number]
-    before = stages[number - 1] if number else None
-    behind = stages[number + 1] if number + 1 < len(stages) else None
-    offset = sum(own.rows[: place.replica])
+    stages, number = plan.pipelines[place.pipeline].stages, place.stage
+    row = plan.sequence_length * plan.model.hidden_size
+    offset = stages[number].row_range(place.replica)[0] * row
 
-    def sends(neighbour: StageRanks | None) -> tuple[Transfer, ...]:
-        found = boundary_transfers(own, neighbour) if neighbour else []
+    def sends(neighbour: int) -> tuple[Transfer, ...]:
+        if not 0 <= neighbour < len(stages):
+            return ()
+        found, _ = boundary_transfers(plan, place.pipeline, sender=number, receiver=neighbour)
         return tuple(_shifted(t, offset) for t in found if t.sender == place.rank)
 
-    def receives(neighbour: StageRanks | None) -> tuple[Transfer, ...]:
-        found = boundary_transfers(neighbour, own) if neighbour else []
-        return tuple(_shifted(t, offset) for t in found if t.receiver == place.rank)
+    def receives(neighbour: int) -> tuple[tuple[Transfer, ...], bool]:
+        if not 0 <= neighbour < len(stages):
+            return (), False
+        found, sliced = boundary_transfers(plan, place.pipeline, sender=neighbour, receiver=number)
+        return tuple(_shifted(t, offset) for t in found if t.receiver == place.rank), sliced
 
     return {
-        "activations": Route("activations", sends(behind), receives(before)),
-        "gradients": Route("gradients", sends(before), receives(behind)),
+        "activations": Route("activations", sends(number + 1), *receives(number - 1)),
+        "gradients": Route("gradients", sends(number - 1), *receives(number + 1)),
     }
 
 
@@ -124,6 +107,34 @@ class MessageTransport(Protocol):
 
     def send(self, tensor: torch.Tensor, *, receiver: int) -> Message: ...
     def receive(self, tensor: torch.Tensor, *, sender: int) -> Message: ...
+
+
+class SliceGather(Protocol):
+    """Fills, in place, a flat tensor of which each rank of the TP group has its equal slice. A collective."""
+
+    def __call__(self, whole: torch.Tensor) -> None: ...
+
+
+class GroupGather:
+    """Gathers in a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, whole: torch.Tensor) -> None:
+        rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
+        slices = whole.view(count, -1)
+        if dist.get_backend(self._group) != "gloo":
+            dist.all_gather_single(whole, slices[rank], group=self._group)
+            return
+        # gloo's own all-gather works on copies of everything, which no one counts.
+        works = []
+        for distance in range(1, count):
+            sender, receiver = (rank - distance) % count, (rank + distance) % count
+            works.append(dist.isend(slices[rank], group=self._group, group_dst=receiver))
+            works.append(dist.irecv(slices[sender], group=self._group, group_src=sender))
+        for work in works:
+            _started(work).wait()
 
 
 class GroupTransport:
@@ -160,7 +171,8 @@ class Channel:
     """One rank's messages of one kind, for the micro-batches of one iteration after another.
 
     Args:
-        shape: of what is received for one micro-batch: `[rows, sequence, hidden]`.
+        new_tensor: makes what is received for one micro-batch, `[rows, sequence, hidden]`.
+        gather: needed where slices are received.
         most_unsent: how many micro-batches may be sent before the first of them must have arrived.
     """
 
@@ -171,10 +183,13 @@ class Channel:
         transport: MessageTransport | None,
         new_tensor: Callable[[], torch.Tensor],
         most_unsent: int,
+        gather: SliceGather | None = None,
     ) -> None:
         assert transport is not None or not (route.sends or route.receives)
+        assert gather is not None or not route.sliced
         self._route = route
         self._transport = transport
+        self._gather = gather if route.sliced else None
         self._new_tensor = new_tensor
         self._most_unsent = most_unsent
         self._unsent: deque[_Pending] = deque()
@@ -202,8 +217,9 @@ class Channel:
             return
         assert self._transport is not None
         tensor = self._new_tensor()
+        flat = tensor.view(-1)
         messages = [
-            self._transport.receive(tensor[part.start : part.stop], sender=part.sender)
+            self._transport.receive(flat[part.start : part.stop], sender=part.sender)
             for part in self._route.receives
         ]
         self._posted.append(_Pending(messages, tensor))
@@ -214,6 +230,8 @@ class Channel:
         self.post()
         tensor = self._posted.popleft().wait()
         self.post()
+        if self._gather is not None:
+            self._gather(tensor.view(-1))
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -222,8 +240,9 @@ class Channel:
         while len(self._unsent) >= self._most_unsent:
             self._unsent.popleft().wait()
         whole = tensor.contiguous()
+        flat = whole.view(-1)
         messages = [
-            self._transport.send(whole[part.start : part.stop], receiver=part.receiver)
+            self._transport.send(flat[part.start : part.stop], receiver=part.receiver)
             for part in self._route.sends
         ]
         self._unsent.append(_Pending(messages, whole))
@@ -246,7 +265,9 @@ class Exchange:
         transports: dict[MessageKind, MessageTransport],
         dtype: torch.dtype,
         device: torch.device,
+        gather: SliceGather | None = None,
     ) -> None:
+        """`gather`: over the rank's TP group, if it has one."""
         stages = plan.pipelines[place.pipeline].stages
         rows = stages[place.stage].rows[place.replica]
         shape = (rows, plan.sequence_length, plan.model.hidden_size)
@@ -266,6 +287,7 @@ class Exchange:
                 transport=transports.get(kind),
                 new_tensor=new_tensor,
                 most_unsent=limits[kind],
+                gather=gather,
             )
 
         self.activations = channel("activations")

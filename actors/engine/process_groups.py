@@ -132,9 +132,13 @@ class ProcessGroups:
         assert self._checkpoints is not None, "the groups are closed"
         return self._checkpoints
 
+    def tp_group(self, place: RankPlace) -> dist.ProcessGroup | None:
+        """The TP group of a rank's replica; None without TP."""
+        return self._by_name.get(tp_group_name(place))
+
     def tp_mesh(self, place: RankPlace, device: torch.device) -> DeviceMesh | None:
         """The mesh of the replica's TP group; None without TP."""
-        group = self._by_name.get(tp_group_name(place))
+        group = self.tp_group(place)
         if group is None:
             return None
         return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"tp{self._generation}",))

@@ -28,7 +28,7 @@ from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
 from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut, TokenFile
 from actors.engine.training_state import TrainingState
-from actors.engine.transports import message_transports
+from actors.engine.transports import message_transports, slice_gather
 from actors.engine.update import UpdateMaker
 from actors.engine.weight_files import WeightFiles
 from actors.engine.weights import initial_parameter, save_weights, shard
@@ -313,6 +313,7 @@ class Trainer:
             transports=message_transports(plan, place, self._groups),
             dtype=DTYPES[plan.dtypes.param],
             device=self._device.torch_device,
+            gather=slice_gather(plan, place, self._groups),
         )
         return StageRunner(
             model=self._model,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from actors.engine.device import Device
-from actors.engine.emulate import PacedCalls, PacedMessages, PacedParts, PacedShards
+from actors.engine.emulate import PacedCalls, PacedGather, PacedMessages, PacedParts, PacedShards
+from actors.engine.exchange import GroupGather, MessageKind, MessageTransport, SliceGather
 from actors.engine.exchange import GroupTransport as GroupMessages
-from actors.engine.exchange import MessageKind, MessageTransport
 from actors.engine.gradient_transport import WIRES, CallTransport, Groups, Steps, make_transport
 from actors.engine.process_groups import ProcessGroups
 from actors.engine.replica_buffer import HeldPart
@@ -32,6 +32,15 @@ def message_transports(
     if plan.cluster.emulated:
         return {kind: PacedMessages(inner, plan=plan, place=place) for kind, inner in found.items()}
     return found
+
+
+def slice_gather(plan: Plan, place: RankPlace, groups: ProcessGroups) -> SliceGather | None:
+    """What the rank's TP group gathers slices of messages with; None without TP."""
+    group = groups.tp_group(place)
+    if group is None:
+        return None
+    inner = GroupGather(group)
+    return PacedGather(inner, group=group, plan=plan, place=place) if plan.cluster.emulated else inner
 
 
 def gradient_transport(

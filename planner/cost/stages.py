@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.catalogue import DeviceType
 from planner.cluster import Cluster, Links
-from planner.cost.exchange import Replica, receive_seconds
+from planner.cost.exchange import Exchange, Replica, Side, choose_exchange
 from planner.cost.held import held_values
 from planner.cost.layer_flow import OperatorSet, Recompute, recompute_of, replayed_operators, segments
 from planner.cost.links import all_reduce_seconds, slowest_link
@@ -89,6 +89,7 @@ class StageCost:
         self._measured_collectives = measured_collectives
         self._replays: dict[tuple[str, int, int, OperatorSet, bool], float] = {}
         self._parts: dict[tuple[str, int, int, bool], _Parts] = {}
+        self._exchanges: dict[tuple[Side, Side], Exchange] = {}
 
     @classmethod
     def of_plan(cls, plan: Plan, *, profile: ProfileTable | None = None) -> StageCost:
@@ -288,16 +289,26 @@ class StageCost:
             for count in range(most_layers + 1)
         )
 
+    def exchange(self, sender: StageShape, receiver: StageShape) -> Exchange:
+        """How each replica of `receiver` gets one micro-batch from `sender`."""
+        # Nodes are told apart by where they appear: pipelines alike in other nodes exchange alike.
+        nodes: dict[int, int] = {}
+        sides = []
+        for shape in (sender, receiver):
+            replicas = (
+                Replica(nodes.setdefault(one.node, len(nodes)), one.type, one.rows) for one in shape.replicas
+            )
+            sides.append(Side(shape.tp, tuple(replicas)))
+        key = (sides[0], sides[1])
+        if key not in self._exchanges:
+            self._exchanges[key] = choose_exchange(
+                self.links, senders=key[0], receivers=key[1], row_bytes=self.row_bytes
+            )
+        return self._exchanges[key]
+
     def receive(self, sender: StageShape, receiver: StageShape) -> list[float]:
         """Seconds until each replica of `receiver` has one micro-batch from `sender`."""
-        return receive_seconds(
-            self.links,
-            senders=sender.replicas,
-            sender_tp=sender.tp,
-            receivers=receiver.replicas,
-            receiver_tp=receiver.tp,
-            row_bytes=self.row_bytes,
-        )
+        return self.exchange(sender, receiver).seconds
 
     def pipeline_stages(self, shapes: Sequence[StageShape]) -> list[StageSeconds]:
         """Every stage of a pipeline, receiving included: activations from before, gradients from behind."""

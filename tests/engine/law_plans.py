@@ -58,6 +58,12 @@ def on_nodes(plan: Plan, *counts: int) -> Plan:
     return Plan.model_validate(data | {"cluster": cluster | {"nodes": nodes, "links": links}})
 
 
+def slow_between_stages(plan: Plan) -> Plan:
+    """The same plan, each stage on a node of its own: what several TP ranks receive comes in slices."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    return on_nodes(plan, *(len(stage.devices) for stage in stages))
+
+
 def uneven_rows() -> Plan:
     """Four replicas of two device types that take unlike shares hand to two, and those to two TP ranks."""
     plan = plan_of([(1, 4, 2), (1, 2, 2)], micro_batch_sizes=[8], samples=[16])

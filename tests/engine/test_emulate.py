@@ -15,7 +15,9 @@ from actors.engine.device import make_device
 from actors.engine.gradient_transport import GroupTransport
 from actors.engine.process_groups import ProcessGroups
 from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.transports import slice_gather
 from planner.cluster import Cluster
+from planner.cost.exchange import gather_seconds
 from planner.cost.gradient import block_seconds, optimizer_seconds
 from planner.cost.price import price_plan, replica_seconds, transfer_seconds
 from planner.cost.stages import StageCost, stage_shape
@@ -192,6 +194,43 @@ def test_blocks_take_their_planned_time_from_when_the_last_holder_is_ready(rank_
     seconds = 500.0 * sum(block_seconds(plan, call) for call in gradient_layout(plan).calls)
     assert seconds > 0.02
     for ready, done in rank_pool.run(_paced_blocks, plan, world_size=2):
+        assert done - ready >= seconds
+
+
+def _paced_gather(rank: int, plan: Plan) -> tuple[float, float]:
+    """The same of gathering two slices."""
+    groups = ProcessGroups.open(
+        plan=plan,
+        rank=rank,
+        store=leave_pool_groups(rank),
+        timeout_seconds=30,
+        device=torch.device("cpu"),
+    )
+    gather = slice_gather(plan, plan.ranks[rank], groups)
+    assert gather is not None
+    whole = torch.zeros(2, 1000)
+    whole[rank] = rank + 1
+    dist.barrier()
+    if rank == 1:
+        time.sleep(LATE_SECONDS)
+    ready = torch.tensor([time.monotonic()], dtype=torch.float64)
+    gather(whole.view(-1))
+    done = time.monotonic()
+    assert whole.equal(torch.tensor([[1.0], [2.0]]).expand(2, 1000))
+    dist.all_reduce(ready, dist.ReduceOp.MAX)
+    return float(ready), done
+
+
+def test_slices_are_gathered_in_their_planned_time_from_when_the_last_rank_has_its_own(
+    rank_pool: RankPool,
+) -> None:
+    nodes = [{"name": "one", "devices": [{"type": "910B2", "count": 2}], "emulate": True}]
+    cluster = Cluster.model_validate({"nodes": nodes})
+    emulation = PlanEmulation(time_scale=1e5)
+    plan = make_plan(MODEL, [[(2, 1, 4)]], cluster=cluster, dtypes=FP32, emulation=emulation)
+    seconds = 1e5 * gather_seconds(plan.cluster.links, "910B2", tp=2, message_bytes=2 * 1000 * 4)
+    assert seconds > 0.02
+    for ready, done in rank_pool.run(_paced_gather, plan, world_size=2):
         assert done - ready >= seconds
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,75 +14,29 @@ from hypothesis import strategies as st
 from torch import nn
 
 from actors.engine.device import HostDevice
-from actors.engine.exchange import Exchange, StageRanks, boundary_transfers, rank_routes
+from actors.engine.exchange import Channel, Exchange, rank_routes
 from actors.engine.model.dropout import Draws
 from actors.engine.stage_runner import StageRunner
+from planner.cost.exchange import plan_exchange
 from planner.plan import Plan, RankPlace
-from tests.engine.law_plans import plan_of, uneven_rows
+from tests.engine.law_plans import plan_of, slow_between_stages, uneven_rows
 from tests.plans import make_model
 
 
-@st.composite
-def _neighbours(draw: st.DrawFn) -> tuple[StageRanks, StageRanks]:
-    total = draw(st.integers(1, 12))
-
-    def stage(first_rank: int) -> StageRanks:
-        cuts = draw(st.sets(st.integers(1, total - 1), max_size=5)) if total > 1 else set()
-        bounds = [0, *sorted(cuts), total]
-        rows = tuple(b - a for a, b in itertools.pairwise(bounds))
-        return StageRanks(first_rank, draw(st.integers(1, 5)), rows)
-
-    sender = stage(0)
-    return sender, stage(len(sender.rows) * sender.tp)
-
-
-@given(_neighbours())
-def test_every_receiver_gets_its_rows_once_from_ranks_that_hold_them(
-    stages: tuple[StageRanks, StageRanks],
-) -> None:
-    sender, receiver = stages
-    held = _rows_by_rank(sender)
-    wanted = {rank: sorted(rows) for rank, rows in _rows_by_rank(receiver).items()}
-    got: dict[int, list[int]] = defaultdict(list)
-    for transfer in boundary_transfers(sender, receiver):
-        rows = range(transfer.start, transfer.stop)
-        assert len(rows) and set(rows) <= held[transfer.sender]
-        got[transfer.receiver].extend(rows)
-    assert {rank: sorted(rows) for rank, rows in got.items()} == wanted
-
-
-@given(_neighbours())
-def test_the_tp_ranks_of_a_sending_replica_share_its_messages(stages: tuple[StageRanks, StageRanks]) -> None:
-    sender, receiver = stages
-    counts = {rank: 0 for rank in _rows_by_rank(sender)}
-    pairs = [(t.sender, t.receiver) for t in boundary_transfers(sender, receiver)]
-    for rank, _ in pairs:
-        counts[rank] += 1
-    for replica in range(len(sender.rows)):
-        shares = [counts[sender.rank(replica, tp_rank)] for tp_rank in range(sender.tp)]
-        assert max(shares) - min(shares) <= 1
-    # One message a pair and micro-batch: order alone tells a pair's messages apart.
-    assert len(pairs) == len(set(pairs))
-
-
-def _rows_by_rank(stage: StageRanks) -> dict[int, set[int]]:
-    held, first = {}, 0
-    for replica, count in enumerate(stage.rows):
-        for tp_rank in range(stage.tp):
-            held[stage.rank(replica, tp_rank)] = set(range(first, first + count))
-        first += count
-    return held
-
-
 def test_what_one_rank_sends_another_expects() -> None:
-    plan = uneven_rows()
-    sent, expected = [], []
-    for place in plan.ranks:
-        for route in rank_routes(plan, place).values():
-            sent += [(route.kind, t.sender, t.receiver, t.stop - t.start) for t in route.sends]
-            expected += [(route.kind, t.sender, t.receiver, t.stop - t.start) for t in route.receives]
-    assert sorted(sent) == sorted(expected)
-    assert {kind for kind, *_ in sent} == {"activations", "gradients"}
+    unlike = slow_between_stages(plan_of([(2, 2, 2), (3, 1, 2)], micro_batch_sizes=[2]))
+    for plan, ways in ((uneven_rows(), {False}), (unlike, {True})):
+        sent, expected, found = [], [], set()
+        for place in plan.ranks:
+            for route in rank_routes(plan, place).values():
+                sent += [(route.kind, t.sender, t.receiver, t.stop - t.start) for t in route.sends]
+                expected += [(route.kind, t.sender, t.receiver, t.stop - t.start) for t in route.receives]
+                found |= {route.sliced} if route.receives else set()
+        assert sorted(sent) == sorted(expected)
+        assert {kind for kind, *_ in sent} == {"activations", "gradients"}
+        # One message a pair and micro-batch: order alone tells a pair's messages apart.
+        assert len({message[:3] for message in sent}) == len(sent)
+        assert found == ways
 
 
 class _Rendezvous:
@@ -97,6 +50,7 @@ class _Rendezvous:
         self._changed = threading.Condition()
         self._sent: dict[tuple[str, int, int], list[torch.Tensor]] = defaultdict(list)
         self._posted: dict[tuple[str, int, int], list[torch.Tensor]] = defaultdict(list)
+        self.sent_bytes: dict[tuple[str, int, int], int] = defaultdict(int)
 
     def transport(self, kind: str, rank: int) -> _Endpoint:
         return _Endpoint(self, kind, rank)
@@ -105,6 +59,7 @@ class _Rendezvous:
         with self._changed:
             own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
             own[key].append(tensor)
+            self.sent_bytes[key] += sends * tensor.numel() * tensor.element_size()
             index = len(own[key]) - 1
             self._changed.notify_all()
 
@@ -127,6 +82,26 @@ class _Endpoint:
 
     def receive(self, tensor: torch.Tensor, *, sender: int) -> _Handle:
         return _Handle(self._rendezvous.put((self._kind, sender, self._rank), tensor, sends=False))
+
+
+class _Gather:
+    """Slices of a TP group's ranks, by messages between every two of them."""
+
+    def __init__(self, rendezvous: _Rendezvous, place: RankPlace, tp: int) -> None:
+        self._own, first = place.rank, place.rank - place.tp_rank
+        self._members = range(first, first + tp)
+        self._endpoint = rendezvous.transport("gather", place.rank)
+
+    def __call__(self, whole: torch.Tensor) -> None:
+        slices = whole.view(len(self._members), -1)
+        others = [rank for rank in self._members if rank != self._own]
+        own = slices[self._own - self._members[0]]
+        handles = [self._endpoint.send(own, receiver=other) for other in others]
+        handles += [
+            self._endpoint.receive(slices[other - self._members[0]], sender=other) for other in others
+        ]
+        for handle in handles:
+            handle.wait()
 
 
 class _Handle:
@@ -159,6 +134,7 @@ def _run_rank(plan: Plan, place: RankPlace, rendezvous: _Rendezvous, losses: dic
         transports={kind: rendezvous.transport(kind, place.rank) for kind in ("activations", "gradients")},
         dtype=torch.float32,
         device=torch.device("cpu"),
+        gather=_Gather(rendezvous, place, stage.tp) if stage.tp > 1 else None,
     )
     runner = StageRunner(
         model=model,  # type: ignore[arg-type]
@@ -180,8 +156,9 @@ def _run_rank(plan: Plan, place: RankPlace, rendezvous: _Rendezvous, losses: dic
     losses[place.rank] = [float(loss) for loss in result.losses]
 
 
-def _run_pipeline(plan: Plan) -> dict[int, list[float]]:
-    rendezvous, losses, errors = _Rendezvous(), dict[int, list[float]](), list[BaseException]()
+def _run_pipeline(plan: Plan, rendezvous: _Rendezvous | None = None) -> dict[int, list[float]]:
+    rendezvous = rendezvous or _Rendezvous()
+    losses, errors = dict[int, list[float]](), list[BaseException]()
 
     def work(place: RankPlace) -> None:
         try:
@@ -216,15 +193,74 @@ def test_no_count_of_micro_batches_blocks_a_pipeline(stages: int, micro_batches:
 @given(
     degrees=st.lists(st.tuples(st.integers(1, 2), st.sampled_from([1, 2, 3])), min_size=2, max_size=4),
     micro_batches=st.integers(1, 6),
+    slow_links=st.booleans(),
 )
-def test_no_pair_of_degrees_blocks_a_pipeline(degrees: list[tuple[int, int]], micro_batches: int) -> None:
+def test_no_pair_of_degrees_blocks_a_pipeline(
+    degrees: list[tuple[int, int]], micro_batches: int, slow_links: bool
+) -> None:
     layers = [6 - (len(degrees) - 1)] + [1] * (len(degrees) - 1)
     stages = [(tp, dp, count) for (tp, dp), count in zip(degrees, layers, strict=True)]
     plan = plan_of(stages, model=TINY, micro_batch_sizes=[6], samples=[6 * micro_batches])
-    losses = _run_pipeline(plan)
+    losses = _run_pipeline(slow_between_stages(plan) if slow_links else plan)
     last = len(degrees) - 1
     heads = [place for place in plan.ranks if place.stage == last and place.tp_rank == 0]
     values = plan.sequence_length * plan.model.hidden_size
     for index in range(micro_batches):
         total = sum(losses[place.rank][index] for place in heads)
         assert total == 2.0 ** len(degrees) * values * sum(100.0 * index + row for row in range(6))
+
+
+@pytest.mark.parametrize("degrees", [[(1, 1), (4, 1)], [(2, 2), (3, 1)], [(3, 2), (2, 2)]])
+def test_slow_links_carry_each_row_once_where_the_planner_says_so(degrees: list[tuple[int, int]]) -> None:
+    """Bytes between stages and inside TP groups, against those that the planner's prices stand for."""
+    micro_batches, width, rows = 3, 4, 6
+    stages = [(*degrees[0], 3), (*degrees[1], 3)]
+    plan = plan_of(stages, model=TINY, micro_batch_sizes=[rows], samples=[rows * micro_batches])
+    row_bytes = plan.sequence_length * plan.model.hidden_size * width
+    for laid_out, copies in ((plan, lambda tp: tp), (slow_between_stages(plan), lambda tp: 1)):
+        rendezvous = _Rendezvous()
+        _run_pipeline(laid_out, rendezvous)
+        first = [0, degrees[0][0] * degrees[0][1]]
+        # Two iterations.
+        times = 2 * micro_batches
+        for kind, sender, receiver in (("activations", 0, 1), ("gradients", 1, 0)):
+            tp = degrees[receiver][0]
+            sent = {key: n for key, n in rendezvous.sent_bytes.items() if key[0] == kind}
+            assert sum(sent.values()) == times * rows * row_bytes * copies(tp)
+            _, messages = plan_exchange(laid_out, pipeline=0, sender=sender, receiver=receiver)
+            assert sent == {
+                (
+                    kind,
+                    first[sender] + message.sender[0] * degrees[sender][0] + message.sender[1],
+                    first[receiver] + message.receiver[0] * tp + message.receiver[1],
+                ): times * (message.stop - message.start) * row_bytes // tp
+                for message in messages
+            }
+        gathered = sum(n for key, n in rendezvous.sent_bytes.items() if key[0] == "gather")
+        # Of a replica's rows, each rank sends its slice to all others: once for activations, once for gradients.
+        once = sum(rows * row_bytes * (tp - 1) for tp, _ in degrees)
+        assert gathered == (times * once if laid_out is not plan else 0)
+
+
+def test_the_next_message_is_asked_for_before_one_is_worked_on_and_sends_wait_for_no_receiver() -> None:
+    plan = plan_of([(1, 1, 3), (1, 1, 3)], model=TINY, samples=[3])
+    rendezvous = _Rendezvous()
+
+    def channel(rank: int) -> Channel:
+        return Channel(
+            route=rank_routes(plan, plan.ranks[rank])["activations"],
+            transport=rendezvous.transport("activations", rank),
+            new_tensor=lambda: torch.zeros(1, 2, 12),
+            most_unsent=2,
+        )
+
+    sender, receiver = channel(0), channel(1)
+    for one in (sender, receiver):
+        one.start(3)
+    # Nobody has asked for them.
+    sent = [torch.full((1, 2, 12), float(value)) for value in range(2)]
+    for tensor in sent:
+        sender.send(tensor)
+    for expected, asked_for in ((0.0, 2), (1.0, 3)):
+        assert bool((receiver.receive() == expected).all())
+        assert len(rendezvous._posted["activations", 0, 1]) == asked_for

@@ -1,11 +1,22 @@
 """Eq. 1, Eq. 5, Eq. 6, links and exchange against numbers worked out by hand."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cluster import Link, Links, from_short_form
-from planner.cost.exchange import Replica, receive_seconds, row_overlaps
+from planner.cost.exchange import (
+    Exchange,
+    Replica,
+    Side,
+    Way,
+    choose_exchange,
+    messages,
+    receive_seconds,
+    row_overlaps,
+)
 from planner.cost.gradient import block_seconds, schedule_calls
 from planner.cost.links import all_reduce_seconds, slowest_link
 from planner.cost.pipeline import pipeline_seconds, stage_end_seconds
@@ -99,22 +110,69 @@ def test_row_overlaps_cover_both_sides_in_order(data: st.DataObject) -> None:
     assert all(o.rows > 0 for o in overlaps)
 
 
+LINKS = Links(intra_node=Link(bandwidth=10, latency=1), inter_node=Link(bandwidth=5, latency=2))
+
+
+def exchange(senders: list[Replica], sender_tp: int, receivers: list[Replica], tp: int) -> Exchange:
+    sides = Side(sender_tp, tuple(senders)), Side(tp, tuple(receivers))
+    return choose_exchange(LINKS, senders=sides[0], receivers=sides[1], row_bytes=10)
+
+
 def test_receiving_by_hand() -> None:
-    """dp 2 sends 2 rows each to tp 2: each of the two ranks gets 4 rows, each sender gives 2 rows twice."""
-    links = Links(intra_node=Link(bandwidth=10, latency=1), inter_node=Link(bandwidth=5, latency=2))
     near, far = Replica(0, "A", 2), Replica(1, "A", 2)
     both = Replica(0, "A", 4)
+    # A rank is alone: whole rows. From near 1 + 2, from far 2 + 4.
+    assert exchange([near, far], 1, [both], 1) == Exchange("whole", (9,), (0,))
+    # Of two ranks each takes two rows: one from near, the other from far, which so sends once; whole rows would keep
+    # far busy for 2 x 6. Then half of an all-reduce of 40 bytes: one step of 1 + 2.
+    assert exchange([near, far], 1, [both], 2) == Exchange("sliced", (6,), (3,))
+    # A slice is one row. The sender's ranks share them: each sends one inside (2) and one outside (4). Gathering
+    # takes 1 + 1.
+    assert exchange([both], 2, [near, far], 2) == Exchange("sliced", (6, 6), (2, 2))
+    # Inside a node the links between the stages are no slower than those that gather: 2 x (1 + 2) one after the
+    # other from a single rank, against 2 x (1 + 1) and 1 + 1.
+    assert exchange([near], 1, [near], 2) == Exchange("whole", (6,), (0,))
+    # The sender's ranks at once: 1 + 2.
+    assert exchange([near], 2, [near], 2) == Exchange("whole", (3,), (0,))
+    assert receive_seconds(
+        LINKS, senders=[both], sender_tp=2, receivers=[near, far], receiver_tp=2, row_bytes=10
+    ) == [8, 8]
 
-    def receive(senders: list[Replica], sender_tp: int, receivers: list[Replica], tp: int) -> list[float]:
-        return receive_seconds(
-            links, senders=senders, sender_tp=sender_tp, receivers=receivers, receiver_tp=tp, row_bytes=10
-        )
 
-    # From near 1 + 2, from far 2 + 4; the far sender is busy for 2 x 6.
-    assert receive([near, far], 1, [both], 2) == [12]
-    assert receive([near, far], 1, [both], 1) == [9]
-    # The sender's two ranks share the copies.
-    assert receive([both], 2, [near, far], 2) == [9, 9]
+sides = st.tuples(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+
+
+@given(sides, sides, st.integers(1, 3), st.sampled_from(["whole", "sliced"]))
+def test_every_rank_is_sent_what_its_way_says(
+    first: tuple[int, list[int]], second: tuple[int, list[int]], nodes: int, way: Way
+) -> None:
+    """Whole rows are sent to every rank, slices once over all ranks of a replica; nothing twice to a rank."""
+    (sender_tp, rows), (tp, other_rows) = first, second
+    total = sum(rows) * sum(other_rows)
+    senders = [Replica(i % nodes, "A", n * sum(other_rows)) for i, n in enumerate(rows)]
+    receivers = [Replica(i % 2, "A", n * sum(rows)) for i, n in enumerate(other_rows)]
+    got: dict[tuple[int, int], list[int]] = {}
+    sent: dict[tuple[int, int], int] = {}
+    held = _element_ranges(senders, tp)
+    sides = Side(sender_tp, tuple(senders)), Side(tp, tuple(receivers))
+    for message in messages(way, senders=sides[0], receivers=sides[1]):
+        first_held, last_held = held[message.sender[0]]
+        assert first_held <= message.start < message.stop <= last_held
+        got.setdefault(message.receiver, []).extend(range(message.start, message.stop))
+        sent[message.sender] = sent.get(message.sender, 0) + message.stop - message.start
+    for replica, (start, stop) in enumerate(_element_ranges(receivers, tp)):
+        ranks = [got[replica, rank] for rank in range(tp)]
+        if way == "whole":
+            assert all(sorted(elements) == list(range(start, stop)) for elements in ranks)
+        else:
+            assert len({len(elements) for elements in ranks}) == 1
+            assert [one for elements in ranks for one in elements] == list(range(start, stop))
+    assert sum(sent.values()) == total * tp * (tp if way == "whole" else 1)
+
+
+def _element_ranges(replicas: list[Replica], parts: int) -> list[tuple[int, int]]:
+    ends = list(itertools.accumulate(replica.rows * parts for replica in replicas))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def test_stage_times_are_the_slowest_replica_s_plus_receiving() -> None:

@@ -41,7 +41,7 @@ RELAXATIONS = (
     "gradients: each device's own only, on the best links and with as many holders in a node as its TP groups leave"
     " room for, shared by no more pipelines than a plan must have",
     "optimizer and gathered parameters: of one stage at a time",
-    "receiving: on the best link that a stage can have",
+    "receiving: on the best link that a stage can have, whole or in slices",
     "recomputation: layers in parts, the fewest seconds that make a stage fit",
     "ZeRO: the kindest stage for each stage apart; over several pipelines the optimizer's state takes no memory",
     "fractions of pipelines, unless the cluster is small",

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from planner.cluster import Cluster, Link
+from planner.cost.exchange import gather_seconds
 from planner.search.exact.choices import StageChoice
 from planner.search.exact.pool import Kind, Pool
 
@@ -58,7 +59,10 @@ class Expected:
             used = choice.tp * choice.kinds.count(choice.kinds[0])
             # A node's worth of stage has both neighbours elsewhere, half a node's worth one of them.
             across = min(sides, 2 if used >= kind.largest else 1 if 2 * used >= kind.largest else 0)
-        inside, outside = (_link(self.cluster, kind, kind, same).seconds(message) for same in (True, False))
+        inside, outside = (
+            _quicker(self.cluster, kind, choice.tp, message, _link(self.cluster, kind, kind, same))
+            for same in (True, False)
+        )
         return across * outside + (sides - across) * inside
 
     def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
@@ -110,7 +114,10 @@ class Least:
 
     def _receive(self, kind: Kind, tp: int, message: float, sides: int) -> float:
         inside, outside = (
-            min(_link(self.cluster, kind, other, same).seconds(message) for other in self.pool.kinds)
+            min(
+                _quicker(self.cluster, kind, tp, message, _link(self.cluster, kind, other, same))
+                for other in self.pool.kinds
+            )
             for same in (True, False)
         )
         if len(self.cluster.nodes) == 1:
@@ -170,6 +177,15 @@ class Least:
 
 def _link(cluster: Cluster, a: Kind, b: Kind, same_node: bool) -> Link:
     return cluster.links.between(type_a=a.type, type_b=b.type, same_node=same_node)
+
+
+def _quicker(cluster: Cluster, kind: Kind, tp: int, message: float, link: Link) -> float:
+    """Seconds of receiving a message over a link: whole, or a slice that the TP group gathers. Whoever sends takes
+    at least as long, since a rank gets the message, or its slice, over such links and one after the other."""
+    slices = link.seconds(message / tp) + gather_seconds(
+        cluster.links, kind.type, tp=tp, message_bytes=message
+    )
+    return min(link.seconds(message), slices)
 
 
 def _ring(holders: float) -> float:
