@@ -218,7 +218,7 @@ def check_continues(
                 f"{field} = {mine} but checkpoint {source} was trained with {theirs}; write {theirs}, or start"
                 " anew with --overwrite"
             )
-    if (difference := _difference(model, manifest.model)) is not None:
+    if (difference := model_difference(model, manifest.model)) is not None:
         raise UserError(
             f"model = {model.name} is not the model of checkpoint {source}: {difference}; use that model, or start"
             " anew with --overwrite"
@@ -265,7 +265,7 @@ def _folders(folder: Path) -> Sequence[Path]:
     return sorted(path for path in folder.iterdir() if is_checkpoint_folder(path))
 
 
-def _difference(one: ModelSpec, other: ModelSpec) -> str | None:
+def model_difference(one: ModelSpec, other: ModelSpec) -> str | None:
     """The first field in which two models differ, their names apart; None if none does."""
     for field in type(one).model_fields:
         mine, theirs = getattr(one, field), getattr(other, field)

@@ -135,6 +135,7 @@ class _Run:
         self._folder.create(keep_metrics=self._start is not None)
         if self._start is None:
             self._saves.clear(self._folder.path)
+            self._folder.keep_model_files(self._job)
         self._folder.write_job(self._job)
         self._folder.write_plan(plan)
         self._plan = plan

@@ -199,8 +199,8 @@ class Job(Contract):
     weights: str | None = Field(
         default=None,
         min_length=1,
-        description="first values of the parameters: a Hugging Face folder, a run folder, or its"
-        " weights.safetensors; null draws them by the seed",
+        description="first values of the parameters: a Hugging Face folder, a run folder, its"
+        " weights.safetensors or one of its checkpoints; null draws them by the seed",
     )
     data: Data
     training: Training

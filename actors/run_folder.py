@@ -15,6 +15,7 @@ import yaml
 
 from actors.data_settings import with_paths
 from actors.job import Job
+from actors.model_files import KEPT_FOLDER, copy_files, model_files
 from planner.errors import UserError
 from planner.plan import Plan
 
@@ -32,7 +33,8 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 class RunFolder:
     """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
-    `failure.txt` if a rank failed, and `checkpoints` if the job saves any."""
+    `failure.txt` if a rank failed, `checkpoints` if the job saves any, and `hugging-face` if the weights that it
+    started from came with a tokenizer or a config.json."""
 
     def __init__(self, path: Path, *, taken: bool = False) -> None:
         """`taken`: what is in the folder belongs to the run, or may go."""
@@ -78,6 +80,8 @@ class RunFolder:
             for name in _FILES:
                 if not (keep_metrics and name == self.metrics.name):
                     (self.path / name).unlink(missing_ok=True)
+            if not keep_metrics:
+                shutil.rmtree(self.path / KEPT_FOLDER, ignore_errors=True)
             self.metrics.touch()
         except OSError as error:
             raise UserError(
@@ -116,6 +120,11 @@ class RunFolder:
             data["checkpoint"]["directory"] = str(job.checkpoint_folder(self.path))
         self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))
 
+    def keep_model_files(self, job: Job) -> None:
+        """Copy what the weights that the run starts from came with, but for the weights themselves."""
+        if (weights := job.weights_path()) is not None:
+            copy_files(model_files(weights), self.path / KEPT_FOLDER)
+
     def write_plan(self, plan: Plan) -> None:
         self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
 
@@ -134,7 +143,7 @@ class RunFolder:
 
     def written(self) -> list[str]:
         """Names of what the run wrote and what is there, the summary left out."""
-        names = (*_FILES, CHECKPOINTS)
+        names = (*_FILES, KEPT_FOLDER, CHECKPOINTS)
         return [name for name in names if name != SUMMARY and (self.path / name).exists()]
 
     def _write(self, name: str, text: str) -> None:

@@ -7,7 +7,18 @@ from typing import NoReturn
 
 import typer
 
-from eth_service.commands import checkpoint, compare, export, plan, predict, profile, runs, serve, train
+from eth_service.commands import (
+    checkpoint,
+    compare,
+    export,
+    import_,
+    plan,
+    predict,
+    profile,
+    runs,
+    serve,
+    train,
+)
 from planner.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +35,7 @@ app.command("train")(train.train)
 app.add_typer(profile.app)
 app.add_typer(checkpoint.app)
 app.add_typer(runs.app)
+app.command("import")(import_.import_)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
 

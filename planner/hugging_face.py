@@ -24,6 +24,8 @@ _LLAMA_FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "attention_dropout": (0, 0.0),
 }
+# Other names of what `hugging_face_config` writes, which could contradict it.
+_SUPERSEDED = ("torch_dtype", "rope_theta", "rope_scaling", "n_ctx", "head_dim")
 
 
 def model_fields(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
@@ -32,6 +34,11 @@ def model_fields(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     Raises UserError for another `model_type`, a key that is missing, or a value that no ModelSpec can say.
     """
     kind = config.get("model_type")
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{name}/config.json: quantization_config is given, but only plain weights are read; use the model that"
+            " was not quantised"
+        )
     try:
         if kind == "gpt2":
             _check_fixed(config, _GPT2_FIXED, name=name)
@@ -115,8 +122,20 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]
             )
 
 
-def hugging_face_config(model: ModelSpec, *, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a model with weights of a torch dtype such as `float32`: `model_fields` reads it back."""
+def hugging_face_config(
+    model: ModelSpec, *, dtype: str, origin: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The `config.json` of a model with weights of a torch dtype such as `float32`: `model_fields` reads it back.
+
+    `origin` is the one that the model came with: its other keys, of special tokens for example, stay.
+    """
+    own = _own_config(model) | {"dtype": dtype}
+    if origin is None or origin.get("model_type") != own["model_type"]:
+        return own
+    return {key: value for key, value in origin.items() if key not in _SUPERSEDED} | own
+
+
+def _own_config(model: ModelSpec) -> dict[str, Any]:
     if model.family == "gpt3":
         return {
             "model_type": "gpt2",
@@ -131,7 +150,6 @@ def hugging_face_config(model: ModelSpec, *, dtype: str) -> dict[str, Any]:
             "layer_norm_epsilon": model.norm_epsilon,
             "activation_function": "gelu_new",
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
-            "dtype": dtype,
         }
     return {
         "model_type": "llama",
@@ -149,7 +167,6 @@ def hugging_face_config(model: ModelSpec, *, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "rope_parameters": {"rope_theta": model.rope_base, **_their_scaling(model.rope_scaling)},
-        "dtype": dtype,
     }
 
 

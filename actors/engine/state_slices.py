@@ -66,7 +66,7 @@ def parameter_slices(handles: Iterable[HeldParameter], owned: frozenset[str]) ->
             offsets[spec.tp_dim] = start
         if tensor.numel():
             yield StateSlice(
-                f"model.{spec.name}", spec.shape, tuple(offsets), tensor, owned=spec.name in owned
+                parameter_key(spec.name), spec.shape, tuple(offsets), tensor, owned=spec.name in owned
             )
 
 
@@ -140,6 +140,11 @@ def _slab(spec: Parameter, tp_range: tuple[int, int] | None) -> tuple[list[int],
 
 def _shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in model_parameters(plan.model)}
+
+
+def parameter_key(name: str) -> str:
+    """The address of a parameter."""
+    return f"model.{name}"
 
 
 def _key(state: str, name: str) -> str:

@@ -30,13 +30,11 @@ from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut, TokenFile
 from actors.engine.training_state import TrainingState
 from actors.engine.transports import message_transports, slice_gather
 from actors.engine.update import UpdateMaker
-from actors.engine.weight_files import WeightFiles
-from actors.engine.weights import initial_parameter, save_weights, shard
+from actors.engine.weight_files import open_weights
+from actors.engine.weights import DTYPES, initial_parameter, save_weights, shard
 from actors.job import Training
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MEASURED_ITERATIONS = 2
 """Iterations whose memory is watched: the second is like all that follow."""
@@ -48,8 +46,8 @@ class TrainerConfig:
     `held_out` is what training sees nothing of.
 
     `deterministic` refuses operations that may add in another order from run to run. On the host's processor
-    there are none: runs of one plan agree to the bit with or without it. `weights` are files of first values, in
-    place of those that the seed makes; `resume_from` is a checkpoint to go on from.
+    there are none: runs of one plan agree to the bit with or without it. `weights` are files of first values, or a
+    checkpoint with some, in place of those that the seed makes; `resume_from` is a checkpoint to go on from.
     """
 
     plan: Plan
@@ -352,7 +350,7 @@ def _build_model(
             mesh=groups.tp_mesh(place, device.torch_device),
             tp_rank=place.tp_rank,
         )
-    files = None if config.weights is None else WeightFiles(config.weights, plan.model)
+    files = None if config.weights is None else open_weights(config.weights, plan.model)
     for handle in handles:
         # Made on the host, one parameter at a time, and not measured: a real device never sees it whole.
         if files is None:

@@ -1,27 +1,73 @@
-"""First values of parameters from files: a run's weights.safetensors or a Hugging Face folder, read a shard at a
-time."""
+"""First values of parameters, a shard at a time: from safetensors files, ours or Hugging Face's, or a checkpoint."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from actors.engine.hugging_face import from_theirs, their_shapes
+from actors.checkpoints import is_checkpoint_folder
+from actors.engine.hugging_face import from_theirs, their_shapes, their_tensor
 from planner.errors import UserError
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter, model_parameters
 
 OUR_FILE = "weights.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _GPT2_PREFIX = "transformer."
+# Constants that older files hold beside the parameters.
+_CONSTANTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+# By the names that safetensors gives them; integers and 8-bit floats would need scales that no ModelSpec has.
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Weights(Protocol):
+    """The parameters of a model, read as they are asked for. Tensors are new, on the host, in the stored precision."""
+
+    def dtype(self, parameter: Parameter) -> torch.dtype: ...
+
+    def parameter(self, parameter: Parameter) -> torch.Tensor:
+        """A whole parameter."""
+        ...
+
+    def shard(self, parameter: Parameter, *, tp: int, tp_rank: int) -> torch.Tensor:
+        """A TP rank's part of a parameter, padded with zeros to `padded_shard_shape`."""
+        ...
+
+
+def open_weights(path: Path, model: ModelSpec) -> Weights:
+    """The weights in a run folder, a weights.safetensors, a Hugging Face folder or a checkpoint.
+
+    UserError where they are not whole, or not of this model.
+    """
+    if is_checkpoint_folder(path):
+        from actors.engine.checkpoint_weights import CheckpointWeights
+
+        return CheckpointWeights(path, model)
+    return WeightFiles(path, model)
+
+
+def check_weights(path: Path, model: ModelSpec) -> None:
+    """UserError unless `path` holds weights of a model, by what the files say of themselves alone."""
+    open_weights(path, model)
+
+
+def padded_shard(parameter: Parameter, part: torch.Tensor, *, tp: int) -> torch.Tensor:
+    """A TP rank's part as the engine holds it, with zeros behind it up to `padded_shard_shape`."""
+    shape = parameter.padded_shard_shape(tp=tp)
+    if part.shape == torch.Size(shape):
+        return part
+    assert parameter.tp_dim is not None
+    padded = part.new_zeros(shape)
+    padded.narrow(parameter.tp_dim, 0, part.shape[parameter.tp_dim]).copy_(part)
+    return padded
 
 
 class WeightFiles:
@@ -42,12 +88,17 @@ class WeightFiles:
             else their_shapes(model)
         )
         for name, shape in expected.items():
-            found = tuple(self._slice(name).get_shape())
-            if found != shape:
-                raise UserError(
-                    f"weights {path}: {name} has shape {list(found)}, but the model needs {list(shape)}; give the"
-                    " model of these weights"
-                )
+            self._check(name, shape)
+        for name in self._unknown(expected):
+            raise UserError(
+                f"weights {path}: tensor {name} has no place in a {model.family} model of"
+                f" {model.layers} layers; give the model of these weights"
+            )
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """The precision in which a parameter is stored."""
+        name = parameter.name if self.ours else their_tensor(self._model, parameter).name
+        return _DTYPES[self._slice(name).get_dtype()]
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
         """A whole parameter on the host, in the precision of the file."""
@@ -58,13 +109,30 @@ class WeightFiles:
         if parameter.tp_dim is None:
             return self._read(parameter, None)
         start, stop = parameter.shard_range(tp=tp, tp_rank=tp_rank)
-        shape = list(parameter.padded_shard_shape(tp=tp))
         if start == stop:
-            return torch.zeros(shape)
-        part = self._read(parameter, (start, stop))
-        padded = part.new_zeros(shape)
-        padded.narrow(parameter.tp_dim, 0, stop - start).copy_(part)
-        return padded
+            return torch.zeros(parameter.padded_shard_shape(tp=tp), dtype=self.dtype(parameter))
+        return padded_shard(parameter, self._read(parameter, (start, stop)), tp=tp)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """UserError unless a tensor is there, in a shape and a precision that the model can take."""
+        found = self._slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise UserError(
+                f"weights {self._path}: {name} has shape {list(found.get_shape())}, but the model needs"
+                f" {list(shape)}; give the model of these weights"
+            )
+        if found.get_dtype() not in _DTYPES:
+            raise UserError(
+                f"weights {self._path}: {name} is stored as {found.get_dtype()}, but only {', '.join(_DTYPES)} are"
+                " read; save the model unquantised first"
+            )
+
+    def _unknown(self, expected: Shapes) -> Iterator[str]:
+        """Tensors that belong to no parameter: what they do, the model here would leave out."""
+        known = set(expected) | {name.removeprefix(_GPT2_PREFIX) for name in expected}
+        if self._model.tied_embedding:
+            known |= {"lm_head.weight"}
+        return (name for name in self._files if name not in known and not _CONSTANTS.search(name))
 
     def _read(self, parameter: Parameter, tp_range: tuple[int, int] | None) -> torch.Tensor:
         try:
@@ -90,12 +158,12 @@ class WeightFiles:
         file = self._files[known]
         if file not in self._open:
             self._open[file] = _opened(file)
-        return self._open[file].get_slice(known)
-
-
-def check_weights(path: Path, model: ModelSpec) -> None:
-    """UserError unless `path` holds weights of a model, by the headers of the files alone."""
-    WeightFiles(path, model)
+        try:
+            return self._open[file].get_slice(known)
+        except SafetensorError:
+            raise UserError(
+                f"{file} holds no tensor {known}, but {INDEX} says so; download both again"
+            ) from None
 
 
 def _is_ours(path: Path) -> bool:
@@ -108,8 +176,8 @@ def _files_by_tensor(path: Path) -> dict[str, Path]:
         raise UserError(f"weights = {str(path)!r} does not exist; give a run folder or a Hugging Face folder")
     if _is_ours(path):
         files = [path if path.is_file() else path / OUR_FILE]
-    elif (index := path / _INDEX).exists():
-        return {name: path / file for name, file in _weight_map(index).items()}
+    elif (index := path / INDEX).exists():
+        return _indexed(index)
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -119,63 +187,24 @@ def _files_by_tensor(path: Path) -> dict[str, Path]:
     return {name: file for file in files for name in _opened(file).keys()}  # noqa: SIM118
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _indexed(index: Path) -> dict[str, Path]:
+    """Which file holds each tensor, as the index says; UserError if a file is not there."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        files = {name: index.parent / file for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is no index of weights ({error!r}); download it again") from None
-    assert isinstance(found, dict)
-    return found
+    for file in sorted(set(files.values())):
+        if not file.exists():
+            held = sum(other == file for other in files.values())
+            raise UserError(f"{file} is missing: {index.name} says that it holds {held} tensors; download it")
+    return files
 
 
 def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({error}); is it whole?") from None
-
-
-def export_hugging_face(
-    source: Path, target: Path, model: ModelSpec, *, max_file_bytes: int, say: Callable[[str], None]
-) -> None:
-    """Write a run's weights as a Hugging Face folder, a file at a time: config.json comes last."""
-    from safetensors.torch import save_file
-
-    from actors.engine.hugging_face import to_theirs
-    from planner.hugging_face import hugging_face_config
-
-    weights = WeightFiles(source, model)
-    assert weights.ours
-    by_name = {parameter.name: parameter for parameter in model_parameters(model)}
-    tensors = to_theirs(model, lambda name: weights.parameter(by_name[name]))
-    itemsize = weights.parameter(by_name["final_norm.weight"]).element_size()
-    files = _split({n: math.prod(s) * itemsize for n, s in their_shapes(model).items()}, max_file_bytes)
-    dtype, total, placed = "", 0, dict[str, str]()
-    for number, names in enumerate(files, start=1):
-        single = len(files) == 1
-        file = "model.safetensors" if single else f"model-{number:05}-of-{len(files):05}.safetensors"
-        content = dict(next(tensors) for _ in names)
-        assert list(content) == names
-        say(f"writing {target / file}")
-        save_file(content, target / file, metadata={"format": "pt"})
-        placed |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in content.values())
-        dtype = str(next(iter(content.values())).dtype).removeprefix("torch.")
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
-        (target / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    config = hugging_face_config(model, dtype=dtype)
-    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-def _split(sizes: dict[str, int], most: int) -> list[list[str]]:
-    """Tensors in order, cut into files of at most so many bytes where a tensor is not larger itself."""
-    files: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if size > room or not files:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= size
-    return files
+        raise UserError(
+            f"{file} cannot be read as safetensors ({error}); it is not whole: copy or download it again"
+        ) from None

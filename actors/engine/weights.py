@@ -7,7 +7,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,13 +17,18 @@ import torch.distributed as dist
 from actors.engine.gradient_buffer import HeldParameter
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter, model_parameters, stage_parameters
-from planner.plan import Plan
+from planner.plan import Plan, Precision
 
 INITIAL_DEVIATION = 0.02
 
 # Weights that write to the residual stream, twice a layer.
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 _SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -72,7 +77,13 @@ def save_weights(
     """
     held = {handle.spec.name: handle for handle in handles}
     if rank == 0:
-        _write_file(path, plan, held, world)
+        example = next(iter(held.values())).local
+        whole = (
+            _assembled(parameter, ranks, held.get(parameter.name), example, world)
+            for parameter, ranks in _owners(plan)
+        )
+        dtypes = {parameter.name: example.dtype for parameter in model_parameters(plan.model)}
+        write_model_file(path, plan.model, whole, dtypes=dtypes)
     else:
         for parameter, ranks in _owners(plan):
             if rank in ranks:
@@ -105,28 +116,29 @@ def _unpadded(handle: HeldParameter) -> torch.Tensor:
     return local.narrow(spec.tp_dim, 0, stop - start).contiguous()
 
 
-def _write_file(
-    path: Path, plan: Plan, held: dict[str, HeldParameter], world: dist.ProcessGroup | None
+def write_model_file(
+    path: Path, model: ModelSpec, tensors: Iterable[torch.Tensor], *, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    example = next(iter(held.values())).local
+    """Write whole parameters, handed over in the order of `model_parameters`, as one safetensors file of the given
+    precisions. It appears under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")
     try:
         with partial.open("wb") as stream:
-            _write_header(stream, plan.model, example.dtype)
-            for parameter, ranks in _owners(plan):
-                whole = _assembled(parameter, ranks, held.get(parameter.name), example, world)
-                stream.write(whole.contiguous().view(torch.uint8).numpy().data)
+            _write_header(stream, model, dtypes)
+            for tensor in tensors:
+                stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _write_header(stream: BinaryIO, model: ModelSpec, dtype: torch.dtype) -> None:
+def _write_header(stream: BinaryIO, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> None:
     """The safetensors header; the library itself only writes models that are whole in memory."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "model": model.name}}
     start = 0
     for parameter in model_parameters(model):
+        dtype = dtypes[parameter.name]
         stop = start + parameter.numel * dtype.itemsize
         entries[parameter.name] = {
             "dtype": _SAFETENSORS_TYPES[dtype],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -11,59 +10,69 @@ import typer
 from planner.errors import UserError
 from planner.units import parse_bytes
 
-# What of a Hugging Face folder belongs to the tokenizer, and goes along.
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "generation_config.json",
-)
-
 
 def export(
-    run: Annotated[Path, typer.Argument(help="run folder of a run that ended")],
+    run: Annotated[Path, typer.Argument(help="run folder, or a folder that eth import wrote")],
     output: Annotated[Path, typer.Option(help="folder to write; it must be new or empty")],
-    max_file_size: Annotated[str, typer.Option(help="size of one weight file at most")] = "5 GB",
+    checkpoint: Annotated[
+        int | None, typer.Option(help="iteration of the checkpoint to export [default: the final weights]")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="size of one weight file at most")] = "5 GB",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder whose tokenizer files are copied along")
+        Path | None,
+        typer.Option(
+            help="folder whose tokenizer files are copied along [default: those of the run's own start]"
+        ),
     ] = None,
 ) -> None:
-    """Write config.json and safetensors files that `transformers` loads as GPT-2 or LLaMA.
+    """Write config.json, safetensors files and the tokenizer that the run started from, as `transformers` loads them.
 
     One file's worth of weights is in memory at a time.
     """
-    try:
-        most = parse_bytes(max_file_size)
-    except ValueError as error:
-        raise UserError(f"--max-file-size: {error}") from None
-    if not isinstance(most, int) or most < 1:
-        raise UserError(f"--max-file-size = {max_file_size} must be at least one byte; write 5 GB, say")
-    source = run / "weights.safetensors"
-    if not source.exists():
-        raise UserError(
-            f"{run} holds no weights.safetensors: its run has not ended; name the folder of one that has"
-        )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output} is not an empty folder; name another")
-    copied = _tokenizer_files(tokenizer)
-    from actors.engine.weight_files import export_hugging_face
+    most = _shard_bytes(shard_size)
+    check_new_folder(output)
+    from actors.engine.conversion import export_hugging_face
+    from actors.engine.weight_files import open_weights
     from actors.job import read_job
+    from actors.model_files import (
+        CONFIG,
+        copy_files,
+        is_tokenizer_file,
+        model_files,
+        original_config,
+        tokenizer_files,
+    )
+    from actors.run_weights import run_weights
 
+    source = run_weights(run, checkpoint=checkpoint)
+    copied = [file for file in model_files(run) if file.name != CONFIG]
+    if tokenizer is not None:
+        given = tokenizer_files(tokenizer)
+        if not given:
+            raise UserError(
+                f"--tokenizer {tokenizer} holds no tokenizer files; name the folder of the original model"
+            )
+        own = {file.name for file in copied if is_tokenizer_file(file)}
+        copied = [file for file in copied if file.name not in own] + given
     model = read_job(run / "job.yaml").model
+    weights = open_weights(source, model)
     output.mkdir(parents=True, exist_ok=True)
-    for file in copied:
-        shutil.copy2(file, output / file.name)
-    export_hugging_face(source, output, model, max_file_bytes=most, say=print)
+    copy_files(copied, output)
+    export_hugging_face(weights, output, model, shard_bytes=most, say=print, origin=original_config(run))
     print(f"{model.name} is in {output}: transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
-def _tokenizer_files(folder: Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    found = sorted(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file())
-    if not found:
-        raise UserError(
-            f"--tokenizer {folder} holds no tokenizer files; name the folder of the original model"
-        )
-    return found
+def check_new_folder(output: Path) -> None:
+    """UserError unless a folder can be written anew."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} is not an empty folder; name another")
+
+
+def _shard_bytes(text: str) -> int:
+    try:
+        most = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    if not isinstance(most, int) or most < 1:
+        raise UserError(f"--shard-size = {text} must be at least one byte; write 5 GB, say")
+    return most

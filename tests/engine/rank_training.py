@@ -67,10 +67,13 @@ def train_rank(rank: int, config: TrainerConfig) -> RankOutcome:
     return RankOutcome(reports, gradients, parameters)
 
 
-def start_and_save(rank: int, config: TrainerConfig, path: Path) -> None:
-    """Write the weights that training would start from."""
+def start_and_save(rank: int, config: TrainerConfig, path: Path, checkpoint: Path | None = None) -> None:
+    """Write the weights that training would start from, and a checkpoint of them."""
     trainer = make_trainer(config, rank)
     trainer.save_weights(path)
+    if checkpoint is not None:
+        trainer.save_checkpoint(checkpoint, iteration=1, loss=1.0)
+        assert all(saved.error is None for saved in trainer.finish_checkpoints())
     trainer.close()
 
 

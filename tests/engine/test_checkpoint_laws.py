@@ -24,7 +24,8 @@ from actors.checkpoints import (
 )
 from actors.engine.checkpoint import SavedCheckpoint, load_slices
 from actors.engine.state_slices import StateSlice
-from actors.engine.trainer import DTYPES, IterationReport, TrainerConfig
+from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.weights import DTYPES
 from actors.job import Optimizer, Training
 from planner.errors import UserError
 from planner.parameters import model_parameters

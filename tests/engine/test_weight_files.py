@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from actors.checkpoints import checkpoint_path
+from actors.engine.conversion import export_hugging_face, import_hugging_face
+from actors.engine.live_memory import LiveTensors
 from actors.engine.trainer import TrainerConfig
-from actors.engine.weight_files import WeightFiles, check_weights, export_hugging_face
+from actors.engine.weight_files import WeightFiles, Weights, check_weights, open_weights
 from planner.errors import UserError
 from planner.model_spec import ModelSpec, resolve_model
 from planner.parameters import model_parameters
@@ -42,6 +45,27 @@ def saved(folder: Path, name: str, *, shard: str = "5GB", dtype: torch.dtype = t
     return folder / name
 
 
+def export(source: Path, target: Path, model: ModelSpec, **options: Any) -> None:
+    """As `eth export` does, of any source."""
+    target.mkdir()
+    given: dict[str, Any] = {"shard_bytes": 10**9, "say": lambda text: None} | options
+    export_hugging_face(open_weights(source, model), target, model, **given)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's files."""
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def assert_same_shards(one: Weights, other: Weights, model: ModelSpec) -> None:
+    """Both give every rank the same part, the padded ones of the vocabulary too."""
+    for parameter in model_parameters(model):
+        assert one.dtype(parameter) == other.dtype(parameter)
+        for tp_rank in range(6):
+            mine, theirs = (w.shard(parameter, tp=6, tp_rank=tp_rank) for w in (one, other))
+            assert torch.equal(mine, theirs), parameter.name
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_under_an_unlike_plan_keeps_every_bit(
     rank_pool: RankPool, tmp_path: Path, name: str
@@ -58,18 +82,19 @@ def test_a_round_trip_under_an_unlike_plan_keeps_every_bit(
         weights=folder,
     )
     ours = tmp_path / "run" / "weights.safetensors"
-    rank_pool.run(start_and_save, config, ours, world_size=plan.world_size)
-    back = tmp_path / "back"
-    back.mkdir()
-    told: list[str] = []
-    export_hugging_face(ours, back, model, max_file_bytes=50_000, say=told.append)
+    checkpoint = checkpoint_path(tmp_path / "run" / "checkpoints", 1)
+    rank_pool.run(start_and_save, config, ours, checkpoint, world_size=plan.world_size)
+    back, told = tmp_path / "back", list[str]()
+    export(ours, back, model, shard_bytes=50_000, say=told.append)
     assert len(told) == len(list(back.glob("model-*.safetensors"))) > 1
-    before, after = (
-        {key: value for file in where.glob("*.safetensors") for key, value in load_file(file).items()}
-        for where in (folder, back)
-    )
-    assert before.keys() == after.keys()
+    export(checkpoint, tmp_path / "saved", model)
+    before, after, saved_then = (tensors_of(where) for where in (folder, back, tmp_path / "saved"))
+    assert before.keys() == after.keys() == saved_then.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(before[key], saved_then[key]) for key in before)
+    assert_same_shards(open_weights(ours, model), open_weights(checkpoint, model), model)
+    with pytest.raises(UserError, match="is of another model than narrow: its heads is 12, not 6"):
+        open_weights(checkpoint, model.model_copy(update={"name": "narrow", "heads": 6}))
 
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -90,13 +115,40 @@ def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
     ours = {p.name: torch.randn(p.shape) for p in model_parameters(model)}
     save_file(ours, tmp_path / "weights.safetensors")
     out = tmp_path / "out"
-    out.mkdir()
-    export_hugging_face(
-        tmp_path / "weights.safetensors", out, model, max_file_bytes=10**9, say=lambda text: None
-    )
+    export(tmp_path / "weights.safetensors", out, model)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     assert resolve_model(str(out)).model_copy(update={"name": model.name}) == model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_import_never_holds_the_model_and_keeps_every_bit(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path, name, dtype=torch.bfloat16)
+    model, ours = resolve_model(str(folder)), tmp_path / "ours"
+    live = LiveTensors()
+    with live.watching():
+        written = import_hugging_face(folder, ours, model)
+    assert written.precision == "bf16"
+    assert written.bytes == 2 * sum(parameter.numel for parameter in model_parameters(model))
+    largest = max(parameter.numel for parameter in model_parameters(model))
+    # One parameter, and what it takes to tell that it is finite.
+    assert live.peak_bytes <= 4 * 2 * largest < written.bytes
+    export(ours, tmp_path / "back", model)
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_an_altered_tensor_is_found_by_the_import_and_nothing_is_left(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight holds values that are not finite"
+    ):
+        import_hugging_face(folder, tmp_path / "ours", resolve_model(str(folder)))
+    assert not any((tmp_path / "ours").iterdir())
 
 
 def spoilt(folder: Path, how: str) -> tuple[Path, ModelSpec]:
@@ -111,6 +163,17 @@ def spoilt(folder: Path, how: str) -> tuple[Path, ModelSpec]:
         model = model.model_copy(update={"ffn_hidden_size": 95})
     elif how == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
+    elif how == "unknown":
+        save_file(tensors | {"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}, file)
+    elif how == "integers":
+        save_file(tensors | {"model.norm.weight": torch.ones(48, dtype=torch.int8)}, file)
+    elif how == "no shard":
+        path = saved(folder / "sharded", "llama", shard="40KB")
+        sorted(path.glob("model-*.safetensors"))[1].unlink()
+    elif how == "wrong shard":
+        path = saved(folder / "sharded", "llama", shard="40KB")
+        first, second, *_ = sorted(path.glob("model-*.safetensors"))
+        first.write_bytes(second.read_bytes())
     elif how == "no files":
         file.unlink()
     elif how == "index":
@@ -124,7 +187,14 @@ def spoilt(folder: Path, how: str) -> tuple[Path, ModelSpec]:
     [
         ("missing", "tensor model.norm.weight is missing"),
         ("shape", "mlp.gate_proj.weight has shape [96, 48], but the model needs [95, 48]"),
-        ("truncated", "cannot be read as safetensors"),
+        ("truncated", "model.safetensors cannot be read as safetensors"),
+        (
+            "unknown",
+            "tensor model.layers.0.self_attn.q_norm.weight has no place in a llama model of 2 layers",
+        ),
+        ("integers", "model.norm.weight is stored as I8, but only F32, BF16, F16 are read"),
+        ("no shard", ".safetensors is missing: model.safetensors.index.json says that it holds"),
+        ("wrong shard", ", but model.safetensors.index.json says so; download both again"),
         ("no files", "holds no .safetensors file"),
         ("index", "is no index of weights"),
         ("nothing", "does not exist"),

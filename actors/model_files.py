@@ -1,0 +1,78 @@
+"""What belongs to a model beside its weights: Hugging Face's config.json and the tokenizer's files.
+
+A run keeps those of the folder that it started from in `hugging-face/`, so that what is exported from it has them,
+whatever has become of that folder since.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoints import is_checkpoint_folder
+from planner.errors import UserError
+
+KEPT_FOLDER = "hugging-face"
+CONFIG = "config.json"
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+)
+_OTHERS = (CONFIG, "generation_config.json")
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that a tokenizer is loaded from."""
+    return _matching(folder, _TOKENIZER)
+
+
+def is_tokenizer_file(file: Path) -> bool:
+    """Whether a tokenizer is loaded from a file of such a name."""
+    return any(fnmatch(file.name, pattern) for pattern in _TOKENIZER)
+
+
+def model_files(weights: Path) -> list[Path]:
+    """Files beside weights that are not weights. `weights` is what a job may name: a Hugging Face folder or one of
+    `eth import`, a run folder, a checkpoint in one, or a weights.safetensors in either."""
+    return _matching(_folder_of(weights), (*_OTHERS, *_TOKENIZER))
+
+
+def original_config(weights: Path) -> dict[str, Any] | None:
+    """The config.json that a model came with; None if there is none. UserError if it is no JSON object."""
+    file = _folder_of(weights) / CONFIG
+    if not file.exists():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}); copy it again from the original model") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a JSON object; copy it again from the original model")
+    return found
+
+
+def copy_files(files: Iterable[Path], target: Path) -> None:
+    """Copy files into a folder, which is made if there are any."""
+    for file in files:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / file.name)
+
+
+def _folder_of(weights: Path) -> Path:
+    folder = weights.parent if weights.is_file() else weights
+    if is_checkpoint_folder(folder):
+        folder = folder.parent.parent
+    kept = folder / KEPT_FOLDER
+    return kept if kept.is_dir() else folder
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})

@@ -1,0 +1,35 @@
+"""Which files hold the weights of a run: its final ones, or those of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.checkpoints import checkpoints
+from actors.job import read_job
+from planner.errors import UserError
+
+
+def run_weights(run: Path, *, checkpoint: int | None = None) -> Path:
+    """The final weights of a run folder, or its checkpoint after an iteration. UserError, with what there is, if there
+    are none."""
+    if not (run / "job.yaml").is_file():
+        raise UserError(f"{run} is not a run folder: it holds no job.yaml; name one that eth train wrote")
+    kept = {
+        found.iteration: found.path
+        for found in checkpoints(read_job(run / "job.yaml").checkpoint_folder(run))
+    }
+    if checkpoint is not None:
+        if checkpoint not in kept:
+            raise UserError(f"--checkpoint {checkpoint}: {run} holds {_told(kept)}; name one that is there")
+        return kept[checkpoint]
+    final = run / "weights.safetensors"
+    if not final.exists():
+        remedy = f"name one with --checkpoint ({_told(kept)})" if kept else "name a run that has ended"
+        raise UserError(f"{run} holds no weights.safetensors: its run has not ended well; {remedy}")
+    return final
+
+
+def _told(kept: dict[int, Path]) -> str:
+    if not kept:
+        return "no whole checkpoint"
+    return f"the checkpoints after iteration {', '.join(map(str, sorted(kept)))}"

@@ -1,0 +1,68 @@
+"""`eth import`: a Hugging Face folder as a folder that a job starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import UserError
+
+if TYPE_CHECKING:
+    from planner.model_spec import ModelSpec
+
+# What a job must say and a model does not: for the user to change.
+_GLOBAL_BATCH_SIZE, _STEPS, _LONGEST_SAMPLE = 32, 1000, 1024
+_LEARNING_RATE = {"peak": 1e-4, "schedule": "cosine", "warmup_steps": 50}
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json and .safetensors files")],
+    output: Annotated[Path, typer.Option(help="folder to write; it must be new or empty")],
+    data: Annotated[str, typer.Option(help="the text that the job written here learns")] = "python-stdlib",
+) -> None:
+    """Check every tensor of a GPT-2 or LLaMA; write its weights, its tokenizer and a job that starts from them.
+
+    One parameter is in memory at a time. The folder that was read is not needed any more.
+    """
+    from eth_service.commands.export import check_new_folder
+    from planner.model_spec import resolve_model
+    from planner.units import format_bytes
+
+    check_new_folder(output)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json; name the folder that save_pretrained wrote")
+    model = resolve_model(str(folder.resolve()))
+    from actors.engine.conversion import import_hugging_face
+    from actors.model_files import copy_files, model_files
+
+    output.mkdir(parents=True, exist_ok=True)
+    written = import_hugging_face(folder, output, model)
+    copy_files(model_files(folder), output)
+    _write_job(output / "job.yaml", model, precision=written.precision, data=data)
+    print(f"{model.name}: {format_bytes(written.bytes)} of weights, every tensor checked")
+    print(f"{output / 'job.yaml'} starts from them: look at its data and training, then eth train it")
+
+
+def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> None:
+    """A job that runs as it is. Paths that start at its folder move with it."""
+    import yaml
+
+    from actors.data_settings import PYTHON_STDLIB
+
+    job: dict[str, Any] = {
+        "version": 1,
+        "name": model.name,
+        "model": "config.json",
+        "weights": "weights.safetensors",
+        "data": {"path": data if data == PYTHON_STDLIB else str(Path(data).resolve())},
+        "training": {
+            "global_batch_size": _GLOBAL_BATCH_SIZE,
+            "sequence_length": min(_LONGEST_SAMPLE, model.max_sequence_length),
+            "steps": _STEPS,
+            "precision": precision,
+            "learning_rate": _LEARNING_RATE,
+        },
+    }
+    path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""`eth import` and `eth export`: a model of transformers comes in and goes out again, with all that belongs to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from actors.checkpoints import MANIFEST
+from actors.job import read_job
+from actors.run_folder import RunFolder
+from eth_service.cli import main
+
+TOKENIZER = {
+    "tokenizer.json": b"{ a tokenizer }",
+    "special_tokens_map.json": b"{}",
+    "chat_template.jinja": b"hi",
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as people have them: weights, a tokenizer, and a config with more than the architecture."""
+    folder = tmp_path_factory.mktemp("theirs") / "small-llama"
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=48,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        intermediate_size=96,
+        vocab_size=300,
+        max_position_embeddings=16,
+        bos_token_id=7,
+        eos_token_id=[8, 9],
+        initializer_range=0.03,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name, content in TOKENIZER.items():
+        (folder / name).write_bytes(content)
+    # An older file's spelling of what is written as `dtype` today.
+    config_file = folder / "config.json"
+    written = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**written, "torch_dtype": "bfloat16", "house_key": [1, 2]}))
+    return folder
+
+
+def eth(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code and output of a command."""
+    sys.argv = ["eth", *map(str, arguments)]
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_what_is_imported_and_exported_is_the_same_model(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    code, out, err = eth(capsys, "import", llama, "--output", ours)
+    assert code == 0 and "every tensor checked" in out, err
+    job = read_job(ours / "job.yaml")
+    assert job.weights_path() == ours / "weights.safetensors" and job.training.precision == "bf16"
+    assert job.model.vocab_size == 300 and job.training.sequence_length == 16
+
+    code, out, err = eth(capsys, "export", ours, "--output", back, "--shard-size", "50 kB")
+    assert code == 0, err
+    assert len(list(back.glob("model-0000?-of-*.safetensors"))) > 1
+    assert {name: (back / name).read_bytes() for name in TOKENIZER} == TOKENIZER
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (llama, back))
+    for key in ("bos_token_id", "eos_token_id", "initializer_range", "house_key", "dtype"):
+        assert after[key] == before[key]
+    assert "torch_dtype" not in after
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        one, other = (
+            AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits for folder in (llama, back)
+        )
+    assert one.dtype == torch.bfloat16 and torch.equal(one, other)
+
+
+def test_a_run_keeps_what_its_weights_came_with(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert eth(capsys, "import", llama, "--output", tmp_path / "ours")[0] == 0
+    run = RunFolder.check(tmp_path / "run", overwrite=False)
+    run.create()
+    job = read_job(tmp_path / "ours" / "job.yaml")
+    run.write_job(job)
+    run.keep_model_files(job)
+    run.close()
+    run.weights.write_bytes((tmp_path / "ours" / "weights.safetensors").read_bytes())
+    (tmp_path / "ours").rename(tmp_path / "gone")
+    code, _, err = eth(capsys, "export", run.path, "--output", tmp_path / "back")
+    assert code == 0, err
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == TOKENIZER["tokenizer.json"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [8, 9]
+    assert "hugging-face" in run.written()
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "vocab.txt").write_text("a")
+    code, _, err = eth(capsys, "export", run.path, "--output", tmp_path / "again", "--tokenizer", other)
+    assert code == 0, err
+    names = {path.name for path in (tmp_path / "again").iterdir()}
+    assert names == {"vocab.txt", "config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_what_cannot_be_imported_is_said(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds no config.json" in eth(capsys, "import", tmp_path, "--output", tmp_path / "out")[2]
+    config = json.loads((llama / "config.json").read_text())
+    for change, told in (
+        ({"model_type": "mamba"}, 'model_type = "mamba" is not known; use gpt2 or llama'),
+        ({"attention_bias": True}, "attention_bias = true is not supported"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config is given, but only plain weights are read",
+        ),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "tensor model.layers.1."),
+    ):
+        folder = tmp_path / "spoilt"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        code, _, err = eth(capsys, "import", folder, "--output", tmp_path / "out")
+        assert code == 2 and told in err and err.count("\n") == 1, err
+    assert "is not an empty folder" in eth(capsys, "import", llama, "--output", llama)[2]
+
+
+def test_a_run_without_weights_is_told_what_there_is(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    code, _, err = eth(capsys, "export", tmp_path, "--output", run)
+    assert code == 2 and "is not a run folder" in err
+    assert eth(capsys, "import", llama, "--output", run)[0] == 0
+    (run / "weights.safetensors").unlink()
+    code, _, err = eth(capsys, "export", run, "--output", tmp_path / "out")
+    assert code == 2 and "its run has not ended well; name a run that has ended" in err
+    code, _, err = eth(capsys, "export", run, "--output", tmp_path / "out", "--checkpoint", 5)
+    assert code == 2 and "--checkpoint 5" in err and "holds no whole checkpoint" in err
+    (run / "checkpoints" / "step-00000005").mkdir(parents=True)
+    assert not (run / "checkpoints" / "step-00000005" / MANIFEST).exists()
+    assert (
+        "holds no whole checkpoint"
+        in eth(capsys, "export", run, "--output", tmp_path / "out", "--checkpoint", 5)[2]
+    )
+    assert (
+        "--shard-size = 0 B"
+        in eth(capsys, "export", run, "--output", tmp_path / "out", "--shard-size", "0 B")[2]
+    )
