@@ -103,7 +103,7 @@ def compared(request: PlanRequest, profile: RandomProfile, sizes: list[int]) -> 
     return iteration_seconds(plan) / best.seconds
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 2])
 def test_plan_and_bound_against_the_oracle(seed: int) -> None:
     request = make_request(seed, NODES[seed], batch=6, layers=2, **OPTIONS[seed])
     assert compared(request, RandomProfile(seed, request.model, spread=2.0), [1, 2]) <= 1.01
