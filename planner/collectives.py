@@ -16,6 +16,12 @@ from planner.cost.links import all_reduce_seconds, slowest_link
 
 Algorithm = Literal["flat", "slices", "leader"]
 
+SEGMENT = 1 << 22
+"""Elements that calls of several steps move at a time, so that their scratch stays small: 16 MB in fp32."""
+
+SCATTER_SEGMENT = 1 << 16
+"""The same while backward goes on with activations in memory: 256 kB in fp32."""
+
 
 @dataclass(frozen=True)
 class Reduction:

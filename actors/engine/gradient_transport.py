@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from actors.engine.courier import Work, make_courier
+from planner import collectives
 from planner.collectives import Reduction
 from planner.gradient_calls import GradientCall, call_reduction
 from planner.plan import Plan
 
-SEGMENT = 1 << 22
-"""Elements that calls of several steps move at a time, so that their scratch stays small: 16 MB in fp32."""
+SEGMENT = collectives.SEGMENT
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions in which gradients can travel."""
@@ -117,9 +117,9 @@ class Steps:
 
     With a narrower `wire` precision every contribution is rounded once, summed in fp32 and rounded once more:
     two roundings whatever the number of members, where a ring that adds in the wire's precision has one a
-    member. `largest` is the most elements that `all_reduce` is given: the scratch for it exists from the
-    start. What is only scattered and gathered takes its scratch, a shard at most, when it is under way; over gloo,
-    no more than `segment` elements of it at a time.
+    member. `largest` is the most elements that `all_reduce` is given: the scratch that a narrower wire needs for
+    it exists from the start. What is only scattered and gathered takes its scratch, a shard at most, when it is
+    under way; over gloo, no more than `segment` elements of it at a time.
     """
 
     def __init__(
@@ -137,10 +137,11 @@ class Steps:
         self._wire = wire
         self._segment = segment
         self.device = device
-        # The members' shares are rounded up, by less than an element each.
-        room = largest + max((len(ranks) for ranks in groups), default=0) if largest else 0
+        # The members' shares are rounded up, by less than an element each. In fp32 data travels from where it lies.
+        narrow = largest and wire != torch.float32
+        room = largest + max((len(ranks) for ranks in groups), default=0) if narrow else 0
         self._received = torch.empty(room, dtype=wire, device=device)
-        self._sent = torch.empty(room if wire != torch.float32 else 0, dtype=wire, device=device)
+        self._sent = torch.empty(room, dtype=wire, device=device)
 
     def close(self) -> None:
         """Let go of the groups."""

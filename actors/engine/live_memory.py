@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -67,7 +68,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _has_memory(value: torch.Tensor) -> bool:
-    return value.device.type != "meta" and not _is_wrapper(type(value))
+    # DTensor works out shapes on fake tensors of the whole size, once for each operation that it has not met before.
+    return value.device.type != "meta" and not isinstance(value, FakeTensor) and not _is_wrapper(type(value))
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -15,6 +15,7 @@ from actors.engine.process_groups import ProcessGroups
 from actors.engine.replica_buffer import HeldPart
 from actors.engine.replica_shards import PartTransport, ReplicaShards
 from actors.engine.shard_transport import ShardTransport, make_shard_transport
+from planner.collectives import SCATTER_SEGMENT
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace
 
@@ -65,10 +66,6 @@ def shard_transport(
     return PacedShards(transport, groups=groups, plan=plan) if plan.cluster.emulated else transport
 
 
-# Backward goes on with activations in memory, so its scratch is small: 256 kB in fp32.
-_SCATTER_SEGMENT = 1 << 16
-
-
 def scatter_steps(plan: Plan, rank: int, inside: Groups, device: Device) -> Steps:
     """What gradients are scattered with over the replicas of the rank's stage."""
     return Steps(
@@ -76,7 +73,7 @@ def scatter_steps(plan: Plan, rank: int, inside: Groups, device: Device) -> Step
         rank=rank,
         wire=WIRES[plan.dtypes.wire],
         device=device.torch_device,
-        segment=_SCATTER_SEGMENT,
+        segment=SCATTER_SEGMENT,
     )
 
 

@@ -239,10 +239,10 @@ def _attention_live_bytes(sizes: ActivationSizes) -> float:
     return sizes.part + max(weighted_sum, squares - sizes.heads) - freed
 
 
-def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float) -> float:
+def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float, arriving: float = 0.0) -> float:
     """Most that the head holds beyond what it keeps: in the loss, or in the projection's backward.
 
-    `weight_gradient` is that of the projection's table.
+    `weight_gradient` is that of the projection's table; `arriving` comes in when it is done, if replicas share it.
     """
     if sizes.tp == 1:
         # torch's cross-entropy: gradients by log-probability and by logit, both fp32.
@@ -254,4 +254,5 @@ def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float) -> float:
     if sizes.sequence_parallel:
         # The input is gathered again, and its gradient scattered: a copy of each.
         projection += sizes.hidden + sizes.part
-    return max(loss, projection)
+    # The logits' gradient is freed when other replicas' gradients of the table come in.
+    return max(loss, projection, projection + arriving - sizes.width * sizes.logits)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.catalogue import Backend, DeviceType
+from planner.collectives import SCATTER_SEGMENT, SEGMENT
 from planner.cost import activations
 from planner.cost.activations import ActivationSizes
 from planner.cost.held import HeldValues, held_values
@@ -50,6 +51,8 @@ class StageLoad:
     """Replicas of the stage, which share its gradients under ZeRO-2."""
     sequence_parallel: bool = False
     """Under TP: whether activations between cut layers are cut by position."""
+    largest_call: int | None = None
+    """Gradients that travel at once, at most; None while only the stage is known: all that it holds."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -111,11 +114,15 @@ class MemoryModel:
             # what is gathered, and needs no copy.)
             live = sizes.layer_live(held.largest_layer_shard * width)
             layer = live + (sizes.hidden if load.head and not load.sequence_parallel else 0.0) + tied
+        # Under ZeRO-2 a region's gradient is scattered as soon as it is there.
+        arriving = self._scatter_bytes(load, held.largest_end_shard)
         if load.head:
-            head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width)
+            head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width, arriving)
         if load.embedding:
-            # The table's gradient is made when the oldest micro-batch's layers are freed.
-            embedding = held.largest_end_shard * width + (2 * sizes.hidden if load.layers else 0.0) + tied
+            # The table's gradient is made when the oldest micro-batch's layers are freed; its sum with that of the
+            # head is a third of the size, when what came out of the layers is freed too.
+            incoming = 2 * sizes.hidden if load.layers else 0.0
+            embedding = held.largest_end_shard * width + tied + max(incoming, tied, arriving)
         return StepBases(
             state=state,
             update=update,
@@ -136,7 +143,20 @@ class MemoryModel:
         )
         parameters = held.padded * PRECISION_BYTES[self.dtypes.param]
         state = parameters + self._sharded_bytes(load, held) + constants + SMALL_CHANGE_BYTES
-        return state, self._update_bytes(load, held)
+        return state + self._wire_bytes(load, held), self._update_bytes(load, held)
+
+    def _wire_bytes(self, load: StageLoad, held: HeldValues) -> float:
+        """Gradients in a narrower precision on their way, sent and received: no more than a segment at a time, and
+        no more than there are. (ZeRO takes a shard of that while it is under way.)"""
+        if load.zero_stage or not self.narrow_wire:
+            return 0.0
+        most = held.numel if load.largest_call is None else load.largest_call
+        return 2 * PRECISION_BYTES[self.dtypes.wire] * min(SEGMENT, most)
+
+    @property
+    def narrow_wire(self) -> bool:
+        """Whether gradients travel in a narrower precision than they are summed in."""
+        return PRECISION_BYTES[self.dtypes.wire] < self._gradient_width
 
     def _update_bytes(self, load: StageLoad, held: HeldValues) -> float:
         """Temporaries of the optimizer's step. That of all matrices at once makes one of each value, in fp32;
@@ -153,6 +173,12 @@ class MemoryModel:
             # What backward has made of one region, whole until it is reduced and scattered.
             gradients = held.numel / load.dp + held.largest_region
         return gradients * gradient + held.numel * optimizer / _ways(load)
+
+    def _scatter_bytes(self, load: StageLoad, region: int) -> float:
+        """What comes in of other replicas' gradients of a region of so many values, at a time."""
+        if load.zero_stage < 2 or load.dp == 1:
+            return 0.0
+        return self._gradient_width * min(SCATTER_SEGMENT, region / load.dp)
 
     @property
     def _gradient_width(self) -> int:
@@ -279,8 +305,8 @@ class RowBytes:
             )
         return self._live[largest_gradient]
 
-    def head_live(self, weight_gradient: float) -> float:
-        return activations.head_live_bytes(self._sizes, weight_gradient=weight_gradient)
+    def head_live(self, weight_gradient: float, arriving: float = 0.0) -> float:
+        return activations.head_live_bytes(self._sizes, weight_gradient=weight_gradient, arriving=arriving)
 
 
 def _with_layers(load: StageLoad, layers: int) -> StageLoad:

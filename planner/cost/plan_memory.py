@@ -7,6 +7,7 @@ from planner.cost.layer_flow import recompute_of
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.zero import stage_ways
 from planner.errors import UserError
+from planner.gradient_calls import gradient_layout
 from planner.plan import Plan
 from planner.units import format_bytes
 
@@ -40,7 +41,15 @@ class PlanMemory:
             zero_ways=self._ways[pipeline][stage],
             dp=place.dp,
             sequence_parallel=place.sequence_parallel and place.tp > 1,
+            largest_call=self._largest_call(pipeline, stage) if self.model.narrow_wire else None,
         )
+
+    def _largest_call(self, pipeline: int, stage: int) -> int:
+        layout = gradient_layout(self._plan)
+        ranks = [
+            place.rank for place in self._plan.ranks if (place.pipeline, place.stage) == (pipeline, stage)
+        ]
+        return max((call.numel for rank in ranks for call in layout.calls_of(rank)), default=0)
 
     def fullest(self, pipeline: int, stage: int) -> tuple[int, int, Device]:
         """(tensor_bytes, device_bytes, device) of the stage's device with the least left."""

@@ -163,7 +163,9 @@ class _Room:
     ) -> None:
         """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting."""
         self.layers, self.in_flight, self.once = around.layers, around.in_flight, around.once
-        known = [memory.state_bytes(one) for one in _few_layers(load)]
+        # What a narrow wire needs stops growing at some number of layers.
+        counts = _all_layers(load) if memory.narrow_wire else _few_layers(load)
+        known = [memory.state_bytes(one) for one in counts]
         state, update = (_by_layers(list(line), load.layers) for line in zip(*known, strict=True))
         left = (most_tensor_bytes(device) + slack) / memory.memory_scale - state
         room = left - around.bytes
@@ -181,15 +183,20 @@ class _Room:
         return np.minimum(self.ends, self.layer - given_up / self.once)
 
 
+def _all_layers(load: StageLoad) -> list[StageLoad]:
+    """The stage with every number of layers, from 0."""
+    return [replace(load, layers=count, recompute=()) for count in range(load.layers + 1)]
+
+
 def _few_layers(load: StageLoad) -> list[StageLoad]:
     """The stage with 0, 1 and 2 layers, as far as it has them."""
-    return [replace(load, layers=count, recompute=()) for count in range(min(load.layers, 2) + 1)]
+    return _all_layers(replace(load, layers=min(load.layers, 2), recompute=()))
 
 
 def _by_layers(known: list[float], layers: int) -> FloatArray:
     """A figure for every number of layers, of those with 0, 1 and 2: layers are alike, so each beyond the first adds
-    as much as the second."""
-    if layers < 3:
+    as much as the second. (Or of all of them.)"""
+    if len(known) == layers + 1:
         return np.array(known)
     none, one, two = known
     found = one + (two - one) * np.arange(-1.0, layers)

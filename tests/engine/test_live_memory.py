@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -90,6 +91,16 @@ def test_growth_can_be_refused_where_it_happens_also_in_backward() -> None:
             (loss + (weight * 2).sum()).backward()
     with pytest.raises(MemoryError), live.watching():
         _kib(41)
+
+
+def test_tensors_without_memory_do_not_count() -> None:
+    """DTensor propagates shapes through fake tensors, which say that they are on the device."""
+    live = LiveTensors()
+    with live.watching():
+        with FakeTensorMode():
+            assert (torch.empty(64 * KIB) + 1).device.type == "cpu"
+        assert torch.empty(64 * KIB, device="meta").numel()
+    assert live.peak_bytes == 0
 
 
 def _dtensor_bytes(rank: int) -> tuple[int, int]:

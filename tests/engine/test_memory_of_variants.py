@@ -111,6 +111,11 @@ def _long(model: ModelSpec, precision: Precision, recompute: list[Counts] | None
     )
 
 
+def _one_stage(model: ModelSpec, tp: int, precision: Precision) -> Plan:
+    return _plan(model, [(tp, 1, 4)], micro_batch_size=2, micro_batches=2, precision=precision)
+
+
+TABLE = {"vocab_size": 4096, "tied_embedding": True}
 SHORT = {"max_sequence_length": 32, "hidden_size": 128, "ffn_hidden_size": 512}
 LONG = {"max_sequence_length": 256}
 DROPPED = {"dropout": 0.1}
@@ -164,6 +169,9 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "recomputed and cut": lambda: _cut(
         _llama(**DROPPED), "bf16", recompute=[whole_layers(_llama(), 2), _paper(2)]
     ),
+    # The table's gradient as an embedding, that as a head, and their sum.
+    "one table is both ends": lambda: _one_stage(_gpt3(**(SHORT | TABLE)), 1, "fp32"),
+    "one table is both ends, cut": lambda: _one_stage(_llama(**(SHORT | TABLE)), 2, "bf16"),
 }
 
 
