@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(program: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
-    """The lines of the table, and the last line's figures."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / program), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    *table, last = done.stdout.splitlines()
-    return table, json.loads(last)
+from tests.benchmark_runs import run
 
 
 @pytest.mark.slow
 def test_memory_of_every_stage_is_predicted() -> None:
-    table, result = run("memory.py", "--plans", "unlike pipelines", "ZeRO-1")
+    shown, result = run("memory.py", "--plans", "unlike pipelines", "ZeRO-1")
     assert (result["plans"], result["stages"]) == (2, 6)
-    assert len([line for line in table if line.endswith("%")]) == 6
+    assert len([line for line in shown.splitlines() if line.endswith("%")]) == 6
     assert result["least_over"] >= 0 and result["most_over"] <= 0.05 and result["within"] is True
+
+
+@pytest.mark.slow
+def test_the_engines_own_seconds_are_told_by_part() -> None:
+    shown, result = run("engine_overhead.py", "--shapes", "nano", "two stages", "--iterations", "3")
+    assert [len(ranks) for ranks in result["shapes"].values()] == [1, 2] and len(shown.splitlines()) == 5
+    (alone,), (first, last) = result["shapes"].values()
+    for rank in (alone, first, last):
+        assert rank["own_us"] > 0 and 0 < rank["share"] < 1
+        assert all(rank["parts_us"][part] > 0 for part in ("schedule", "batches", "layers", "iteration"))
+    # In fp32 backward writes into the buffer itself, and on one device nothing is launched while it runs.
+    assert alone["parts_us"]["gradients"] == 0
+    assert min(first["parts_us"]["messages"], last["parts_us"]["messages"]) > alone["parts_us"]["messages"]
