@@ -53,6 +53,10 @@ def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
     assert read_job(tmp_path / "job.yaml").model.layers == 4
     plan = read_plan(tmp_path / "run" / "plan.json")
     assert plan.cluster.counts == {"A100": 2, "RTX3090": 2}
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    shapes = {plan.cluster.device_by_id[stage.devices[0]].type: (stage.tp, stage.dp) for stage in stages}
+    assert len(stages) == 2 and shapes == {"A100": (1, 2), "RTX3090": (2, 1)}, "as the page says"
+    assert [bool(stage.recompute) for stage in stages if stage.tp == 2] == [True]
     found = rows(tmp_path / "run")
     assert len(found) == 200 and found[-1]["loss"] < 0.6 * found[0]["loss"]
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["model_type"] == "llama"
