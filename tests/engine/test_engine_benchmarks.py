@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.benchmark_runs import run
@@ -25,3 +27,26 @@ def test_two_ranks_train_as_torchs_own_ways_do() -> None:
         for ratio, interval in (("ratio", "interval"), ("cpu_ratio", "cpu_interval")):
             assert 0 < row[interval][0] <= row[ratio] <= row[interval][1]
         assert kind in shown
+
+
+@pytest.mark.slow
+def test_convergence_compares_unlike_plans_and_keeps_their_curves(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1000)))
+    arguments = ["--iterations", "3", "--plans", "single", "eth", "metis"]
+    arguments += ["--data", str(text), "--results", str(tmp_path)]
+    shown, result = run("convergence.py", *arguments)
+    rows = result["runs"]
+    assert rows.keys() == {"single", "eth", "metis"}
+    for name in ("eth", "metis"):
+        # So few iterations amplify no round-off.
+        assert max(rows[name][key] for key in ("last", "last_100", "largest_smoothed", "largest")) < 1e-6
+        assert rows[name]["plan"] in shown
+    assert rows["eth"]["plan"] != rows["metis"]["plan"]
+
+    written = {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in rows}
+    picture = tmp_path / "curves.png"
+    _, again = run("convergence.py", *arguments, "--plot", str(picture))
+    assert again == result
+    assert {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in rows} == written
+    assert picture.read_bytes().startswith(b"\x89PNG")
