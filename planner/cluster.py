@@ -140,6 +140,14 @@ class Cluster(Contract):
         return {device.id: device for device in self.devices}
 
     @cached_property
+    def ids_by_place(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """The devices of each (node, type) by id, in node order."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for device in self.devices:
+            found.setdefault((device.node, device.type), []).append(device.id)
+        return {place: tuple(ids) for place, ids in found.items()}
+
+    @cached_property
     def node_by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
 

@@ -174,11 +174,15 @@ def combine(model: ModelSpec, layouts: Sequence[StageLayout]) -> Iterator[Combin
     ranges: dict[tuple[Region, BlockKind, tuple[int, ...]], list[Atom]] = {}
     weights: dict[tuple[BlockKind, tuple[int, ...]], tuple[float, ...]] = {}
     stages: dict[tuple[Region, bool], tuple[StageLayout, ...]] = {}
+    # Hashing hundreds of stages takes longer than all the rest, so that stages are numbered once a region.
+    numbers: dict[tuple[StageLayout, ...], int] = {}
+    number: dict[tuple[Region, bool], int] = {}
     for parameter in model_parameters(model):
         place = (parameter.region, parameter.tied)
         if place not in stages:
             stages[place] = tuple(layout for layout in layouts if layout.holds(parameter))
-        for piece in pieces.of(parameter, stages[place]):
+            number[place] = numbers.setdefault(stages[place], len(numbers))
+        for piece in pieces.of(parameter, stages[place], number[place]):
             weights[piece.kind, piece.holders] = piece.weights
             atom = Atom(parameter.name, piece.tp_range, piece.numel)
             ranges.setdefault((parameter.region, piece.kind, piece.holders), []).append(atom)
@@ -201,8 +205,9 @@ class _Pieces:
     def __init__(self) -> None:
         self._known: dict[object, tuple[_Piece, ...]] = {}
 
-    def of(self, parameter: Parameter, stages: tuple[StageLayout, ...]) -> tuple[_Piece, ...]:
-        key = (parameter.shape, parameter.tp_dim, parameter.tied, parameter.padded, stages)
+    def of(self, parameter: Parameter, stages: tuple[StageLayout, ...], number: int) -> tuple[_Piece, ...]:
+        """`number` stands for the stages, in every call for the same ones."""
+        key = (parameter.shape, parameter.tp_dim, parameter.tied, parameter.padded, number)
         if key not in self._known:
             make = _replicated if parameter.tp_dim is None else _sharded
             self._known[key] = tuple(make(parameter, stages))

@@ -75,6 +75,10 @@ class Budget:
         """Whether what was priced is changed; with an `upper`, all that was priced is near it."""
         return self.changes or self.upper < float("inf")
 
+    def starts(self, most: int) -> int:
+        """How many of the best are changed: of `most` the very best alone on a small budget."""
+        return most if self.changes else 1
+
 
 class Bench:
     """Settles and prices sketches of one request."""

@@ -66,7 +66,7 @@ def plan(
     if not priced:
         raise bench.cannot_fit("no number of equal pipelines of TP groups holds it")
     best = None
-    for seconds, settled, _ in priced[:_STARTS]:
+    for seconds, settled, _ in priced[: bench.budget.starts(_STARTS)]:
         progress(f"hexiscale: {seconds:.4g} s, stage by stage")
         found = _improved(bench, seconds, settled, settle)
         best = found if best is None or found[0] < best[0] else best
@@ -87,9 +87,15 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
             ]
             if not all(bench.covers(form) for forms in groups for form in set(forms)):
                 continue
+            fastest = _fastest_first(bench, groups)
+            total = sum(speed for speed, _, _ in fastest)
             for count in _pipeline_counts(sum(map(len, groups)), batch):
-                dealt = _dealt(bench, groups, count)
-                if dealt is None or size > -(-batch // count):
+                # The slowest pipeline has no more than an equal part of all speed.
+                least = bench.layers * count / total * -(-batch // (count * size))
+                if size > -(-batch // count) or least > bench.budget.upper:
+                    continue
+                dealt = _dealt(bench, groups, fastest, count)
+                if dealt is None:
                     continue
                 for order in orders:
                     chains = tuple(tuple(itertools.chain(*(held[k] for k in order))) for held in dealt)
@@ -103,7 +109,15 @@ def _pipeline_counts(groups: int, batch: int) -> list[int]:
     return [n for n in range(1, min(groups, batch) + 1) if n <= 8 or batch % n == 0]
 
 
-def _dealt(bench: Bench, groups: Sequence[Chain], count: int) -> list[list[Chain]] | None:
+def _fastest_first(bench: Bench, groups: Sequence[Chain]) -> list[tuple[float, int, Form]]:
+    """(layers a second, type, TP group) of every group."""
+    every = [(1 / bench.layer_seconds(form), k, form) for k, forms in enumerate(groups) for form in forms]
+    return sorted(every, key=lambda one: (-one[0], one[1]))
+
+
+def _dealt(
+    bench: Bench, groups: Sequence[Chain], fastest: Sequence[tuple[float, int, Form]], count: int
+) -> list[list[Chain]] | None:
     """Each pipeline's groups by type; None if a pipeline would have more stages than layers allow."""
     if sum(map(len, groups)) > count * (bench.layers + 2):
         return None
@@ -111,8 +125,7 @@ def _dealt(bench: Bench, groups: Sequence[Chain], count: int) -> list[list[Chain
         return [[forms[: len(forms) // count] for forms in groups]] * count
     speeds: list[tuple[float, int]] = [(0.0, index) for index in range(count)]
     held: list[list[list[Form]]] = [[[] for _ in groups] for _ in range(count)]
-    every = [(1 / bench.layer_seconds(form), k, form) for k, forms in enumerate(groups) for form in forms]
-    for speed, k, form in sorted(every, key=lambda one: (-one[0], one[1])):
+    for speed, k, form in fastest:
         total, index = speeds[0]
         held[index][k].append(form)
         heapq.heapreplace(speeds, (total + speed, index))

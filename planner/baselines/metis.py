@@ -67,7 +67,7 @@ def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled |
         _sketches(bench), settle, micro_batches=lambda sketch: -(-batch // sketch.micro_batch_size)
     )
     best: tuple[float, Settled] | None = None
-    for seconds, settled, _ in priced[:_STARTS]:
+    for seconds, settled, _ in priced[: bench.budget.starts(_STARTS)]:
         progress(f"metis: {seconds:.4g} s, stage by stage")
         if bench.budget.improves:
             seconds, settled = _improved(bench, seconds, settled, settle)

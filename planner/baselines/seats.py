@@ -31,7 +31,7 @@ def _seat(
     cluster: Cluster, pipelines: Sequence[Sequence[Form]], stages: Sequence[tuple[int, int]]
 ) -> Seats | None:
     free: dict[str, list[list[str]]] = {}
-    for (_, type_), ids in _ids(cluster).items():
+    for (_, type_), ids in cluster.ids_by_place.items():
         free.setdefault(type_, []).append(list(ids))
     seats: Seats = [[()] * len(forms) for forms in pipelines]
     for pipeline, stage in stages:
@@ -58,10 +58,3 @@ def _node(nodes: list[list[str]], tp: int) -> list[str] | None:
                 return ids
             first = first or ids
     return first
-
-
-def _ids(cluster: Cluster) -> dict[tuple[str, str], list[str]]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for device in cluster.devices:
-        found.setdefault((device.node, device.type), []).append(device.id)
-    return found

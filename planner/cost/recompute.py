@@ -210,15 +210,24 @@ _NONE = 1e-30
 
 def _whole(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
     """Some layers on a rung, the others on the one below."""
-    layers = room.layers
+    layers, top = room.layers, rungs[-1].saved_bytes
     allowed = room.kept(0.0)
     table = np.where(layers * saved <= allowed, 0.0, np.inf)
+    # What does not fit on the highest rung fits on none; a hair more, so that rounding leaves none out.
+    fits = layers * (saved - top) * (1 - 1e-9) <= room.kept(top) * (1 + 1e-9)
+    open_ = np.flatnonzero(np.isinf(table) & fits)
     for below, rung in pairwise(rungs):
+        if not open_.size:
+            break
+        count = layers[open_ % len(layers)]
         kept_below, kept = saved - below.saved_bytes, saved - rung.saved_bytes
-        steps = np.clip(np.ceil((layers * kept_below - allowed) / (kept_below - kept)), 1, layers)
+        needed = (count * kept_below - allowed.ravel()[open_]) / (kept_below - kept)
+        steps = np.clip(np.ceil(needed), 1, count)
         allowed = room.kept(rung.saved_bytes)
-        reached = np.isinf(table) & (layers * kept <= allowed)
-        table[reached] = (steps * rung.seconds + (layers - steps) * below.seconds)[reached]
+        reached = count * kept <= allowed.ravel()[open_]
+        seconds = steps * rung.seconds + (count - steps) * below.seconds
+        table.ravel()[open_[reached]] = seconds[reached]
+        open_ = open_[~reached]
     return table
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.cost.gradient import update_bytes_per_value
 from planner.search.exact.choices import StageChoice, stage_choices
@@ -39,7 +40,8 @@ def _with_covers(
     maker = makers[0]
     seconds = np.array([[_line(cover, maker, role) for cover in covers] for role in Role])
     receive = [[_receive(cover, maker.surroundings, role) for cover in covers] for role in Role]
-    replay = np.array([[_replay(cover, makers, role, size) for cover in covers] for role in Role])
+    replays = _Replay(makers, size)
+    replay = np.array([[replays.of(cover, role) for cover in covers] for role in Role])
     gradient, update, gathered = _after(covers, makers)
     holders = [min(m.zero.holders(cover.fewest_replicas) for m in makers) for cover in covers]
     return replace(
@@ -70,23 +72,43 @@ def _receive(cover: Cover, surroundings: Surroundings, role: Role) -> float:
     return surroundings.receive_seconds(choice, sides=role.sides)
 
 
-def _replay(cover: Cover, makers: Sequence[TableMaker], role: Role, size: int) -> FloatArray:
+class _Replay:
     """The slowest replica's own, under the kindest ZeRO stage; and one other with few rows must fit too.
 
     Optimizer state takes no memory, and gradients are shared by as many as the largest micro-batch `size` has rows:
     so what a replica recomputes is the same for all covers.
     """
-    found = []
-    for maker in makers:
-        zero = Zero(maker.zero.stage, pipelines=2, most=True)
 
-        def of(kind: int, rows: int, maker: TableMaker = maker, zero: Zero = zero) -> FloatArray:
-            return maker.replays.of(kind, cover.tp, rows, role, dp=size, micro_batch_size=size, zero=zero)
+    def __init__(self, makers: Sequence[TableMaker], size: int) -> None:
+        self._makers, self._size = makers, size
+        self._zeros = [Zero(maker.zero.stage, pipelines=2, most=True) for maker in makers]
+        self._fitting: dict[tuple[int, tuple[tuple[int, int], ...], Role], list[npt.NDArray[np.bool_]]] = {}
 
-        others = [np.isfinite(of(kind, cover.fewest[kind])) for kind in cover.others]
-        found.append(np.where(np.any(others, axis=0), of(cover.kind, cover.own), np.inf))
-    least: FloatArray = np.min(found, axis=0)
-    return least
+    def of(self, cover: Cover, role: Role) -> FloatArray:
+        """[micro-batches in flight, layers]."""
+        own = self._by_maker(cover.tp, cover.kind, cover.own, role)
+        found = [
+            np.where(fit, line, np.inf) for fit, line in zip(self._others(cover, role), own, strict=True)
+        ]
+        least: FloatArray = np.min(found, axis=0)
+        return least
+
+    def _others(self, cover: Cover, role: Role) -> list[npt.NDArray[np.bool_]]:
+        """Where any of the other kinds fits, by maker."""
+        others = tuple((kind, cover.fewest[kind]) for kind in cover.others)
+        key = (cover.tp, others, role)
+        if key not in self._fitting:
+            every = [self._by_maker(cover.tp, kind, rows, role) for kind, rows in others]
+            self._fitting[key] = [
+                np.any([np.isfinite(line) for line in lines], axis=0) for lines in zip(*every, strict=True)
+            ]
+        return self._fitting[key]
+
+    def _by_maker(self, tp: int, kind: int, rows: int, role: Role) -> list[FloatArray]:
+        return [
+            maker.replays.of(kind, tp, rows, role, dp=self._size, micro_batch_size=self._size, zero=zero)
+            for maker, zero in zip(self._makers, self._zeros, strict=True)
+        ]
 
 
 def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, ...]:

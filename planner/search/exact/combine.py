@@ -7,6 +7,7 @@ columns that the knapsack picks get their real chains, until it picks only such.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -228,6 +229,8 @@ class Combiner:
     """Whether no pipeline may be worth nearly all devices, where single pipelines are searched apart."""
     rounds: int = MAKING_ROUNDS
     """How often columns are made for a set; among very many devices that takes long and is seldom of use."""
+    limit: float = np.inf
+    """Sets that end later are of no use: they may be left out. It may be lowered between sets."""
 
     def sets(self, *, most: int, others: bool) -> Iterator[list[Chain]]:
         """Sets that end soonest, for any number of pipelines and then for each up to `most`; with `others`,
@@ -235,12 +238,13 @@ class Combiner:
         if self.budget.pipelines == 1:
             yield from self._alone()
             return
+        best = self._least(self.budget.pipelines)
+        if best is not None:
+            yield self._chains(*best)
         if not self.taken:
             yield from self._copies()
-        best = self._least(self.budget.pipelines)
         if best is None:
             return
-        yield self._chains(*best)
         found = [best]
         # Among many devices a single pipeline is another search's: it shares its gradients with none.
         fewest = 2 if self.parts else 1
@@ -273,6 +277,11 @@ class Combiner:
         for copies in range(2, min(_MOST_COPIES, self.budget.pipelines) + 1):
             units = [count // copies // columns.box.unit for count in self.budget.counts]
             cell = int(np.ravel_multi_index(units, shape))
+            if cell not in columns.made and math.isfinite(self.limit):
+                # A guess, but one that is seldom too low.
+                worth = copies * columns.values(self.limit)[cell]
+                if worth < self.budget.samples:
+                    continue
             self._make([cell], self.prices.seconds)
             for chain in columns.made[cell]:
                 yield [chain] * copies
@@ -294,6 +303,8 @@ class Combiner:
             if found is None:
                 return None
             seconds, picked = found
+            if seconds > self.limit:
+                return None
             if self._make(dict.fromkeys(picked), seconds) == 0:
                 return found
         # Estimates are optimistic, so this may go on for long: settle for what is made.
@@ -313,7 +324,7 @@ class Combiner:
     ) -> tuple[float, list[int]] | None:
         low, high, found = start / _CLOSE, start, None
         for _ in range(80):
-            if (found := self._pick(pipelines, high, allowed)) is not None:
+            if (found := self._pick(pipelines, high, allowed)) is not None or low > self.limit:
                 break
             low, high = high, high * 1.02
         if found is None:
@@ -334,7 +345,11 @@ class Combiner:
         # Relative, so that a small pipeline used many times counts as much as a large one.
         loss = (spent - worth) / np.maximum(spent, 1e-30)
         ranked = np.argsort(loss, kind="stable")
-        order = [int(i) for i in ranked[(worth > 0)[ranked] & allowed[ranked]][:_ITEMS]]
+        best = ranked[(worth > 0)[ranked] & allowed[ranked]][:_ITEMS]
+        useful = self._affordable(spent[best], worth[best], pipelines, needed)
+        if not useful.any():
+            return None
+        order = [int(i) for i in best[useful]]
         unit = self.columns.box.unit
         knapsack = Knapsack(
             tuple(count // unit for count in self.budget.counts),
@@ -343,3 +358,12 @@ class Combiner:
         )
         total, taken = knapsack.best(pipelines)
         return [order[item] for item in taken] if total >= needed else None
+
+    def _affordable(self, spent: FloatArray, worth: IntArray, pipelines: int, needed: float) -> BoolArray:
+        """Columns that a set worth `needed` may have: raise the prices until none is worth more than it costs; then no
+        set loses more than all devices cost beyond `needed`, and none of its columns alone."""
+        prices = self.prices
+        whole = float(prices.per_device @ np.array(self.budget.counts)) + prices.per_pipeline * pipelines
+        raised = float((worth / np.maximum(spent, 1e-30)).max(initial=0.0))
+        useful: BoolArray = raised * spent - worth <= (raised * whole - needed) * (1 + 1e-9) + 1e-6
+        return useful

@@ -25,9 +25,11 @@ COARSE, FINE = 1.07, 1.005
 # An interval is cut in so many.
 _PARTS = 4
 # Intervals whose best chain ends this much later than the linear program's time are not looked at again.
-_NEAR = 1.04
+_NEAR = 1.004
 # In the first rounds prices are rough.
-_ROUGH, _ROUGH_ROUNDS = 1.1, 2
+_ROUGH, _ROUGH_ROUNDS = 1.02, 2
+# Whole pipelines may be that much later than fractions, and than the best plan.
+_WIDE, _BEYOND = 1.1, 1.04
 # Of the first chains, those by this share later than the best are of no use.
 _FIRST = 0.2
 # Intervals that are looked at before all others, to know what that is.
@@ -198,6 +200,11 @@ class Priced:
     intervals: list[Intervals]
     best: list[float]
 
+    def least(self, which: Callable[[StageTable], bool]) -> float:
+        """The time of the best chain of some tables."""
+        found = zip(self.intervals, self.best, strict=True)
+        return min((seconds for held, seconds in found if which(held.table)), default=np.inf)
+
 
 def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
     """The best chains at prices in proportion to speed, and with each kind dearer in turn; may be empty."""
@@ -237,7 +244,7 @@ def find_prices(
     idle = 0
     for number in range(rounds):
         near = _ROUGH if number < _ROUGH_ROUNDS else _NEAR
-        limit = min(prices.seconds * near, goal * _NEAR)
+        limit = min(prices.seconds * near, goal * _BEYOND)
         best, new, nearer = np.inf, 0, []
         for whole in intervals:
             tick()
@@ -262,7 +269,7 @@ def find_prices(
             break
     if prices.seconds * (1 - (_CONVERGED if idle == _IDLE else close)) >= goal:
         return None
-    found = list(_promising(tables, prices, budget, min(prices.seconds * _ROUGH, goal * _NEAR)))
+    found = list(_promising(tables, prices, budget, min(prices.seconds * _WIDE, goal * _BEYOND)))
     return Priced(prices, pool, [held for held, _ in found], [best for _, best in found])
 
 

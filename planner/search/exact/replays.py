@@ -77,11 +77,10 @@ class Replays:
         key = (self._pool.kinds[kind].type, load)
         if key not in self._known:
             self._known[key] = self._of(*key)
-        found = self._known[key]
-        if role is Role.MIDDLE:
-            found = found.copy()
-            found[:, 0] = np.inf
-        return found
+            if role is Role.MIDDLE:
+                # The only role without an end of the model, so that no other has this load.
+                self._known[key][:, 0] = np.inf
+        return self._known[key]
 
     def ways(self, tp: int, dp: int, micro_batch_size: int, role: Role, zero: Zero) -> float:
         """Over how many devices such a stage's optimizer state is shared."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,10 +16,7 @@ from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
-from planner.search.exact.chains import Chain
 from planner.search.exact.choices import stage_choices
-from planner.search.exact.columns import MOST_CHOSEN_CELLS, choose_box
-from planner.search.exact.combine import FEW_ROUNDS, MAKING_ROUNDS, Combiner, make_columns
 from planner.search.exact.make_table import TableMaker
 from planner.search.exact.plans import Assembler, iteration_seconds
 from planner.search.exact.pool import Pool, pools
@@ -27,13 +24,13 @@ from planner.search.exact.prices import (
     Budget,
     ChainPool,
     DevicePrices,
-    Intervals,
     Priced,
     find_prices,
     first_chains,
     first_prices,
     solve_prices,
 )
+from planner.search.exact.proposals import BEYOND, MANY_DEVICES, Proposal, add_sets
 from planner.search.exact.refine import Candidate, Refiner
 from planner.search.exact.replays import Replays
 from planner.search.exact.settle import Settler
@@ -51,15 +48,6 @@ _ROUNDS = 8
 # Of solutions this close the first is kept, that of the lower ZeRO stage.
 _TIE = 1e-6
 _CLOSE = 3e-3
-# Pipelines may end so much later than the best plan, by the tables, and still be looked at.
-_BEYOND = 1.02
-# Micro-batch sizes of which columns are made, those whose chains price best.
-_SIZES = 4
-_MOST_PIPELINES, _FEW_PIPELINES = 6, 2
-# Up to so many devices all micro-batch sizes and more sets of pipelines are looked at.
-_MANY_SETS_DEVICES = 64
-# Beyond so many, fewer shapes of a column are worked out and fewer sets of pipelines are priced.
-_MANY_DEVICES = 32
 _PRICED_SETS, _FEW_PRICED_SETS = 4, 2
 # Beyond so many, each price takes seconds.
 _HUGE_DEVICES = 2048
@@ -93,20 +81,6 @@ class Solution:
             return replace(found, per_device=_by_type(found.per_device, self.pool, pool))
 
         return prices
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Sets of pipelines for one assumption of how many share a gradient, each with the time that it takes by the
-    tables alone."""
-
-    pool: Pool
-    tables: Sequence[StageTable]
-    priced: Priced
-    budget: Budget
-    assembler: Assembler
-    settlers: dict[int, Settler]
-    sets: list[tuple[float, list[Chain]]] = field(default_factory=list)
 
 
 def _quiet(message: str) -> None:
@@ -171,7 +145,7 @@ class ExactSolver:
     ) -> Iterator[Solution | None]:
         """Searches at a ZeRO stage, for each assumption of how many pipelines share a gradient: among many devices one
         search for all, so that only the best sets of pipelines are priced."""
-        if pool.devices > _MANY_DEVICES:
+        if pool.devices > MANY_DEVICES:
             yield self.search(pool, replays, zero_stage, [_SHARING, 1], best)
             return
         sharings = [_SHARING, 1, 2] if pool.devices <= _FEW_DEVICES else [_SHARING, 1]
@@ -198,32 +172,26 @@ class ExactSolver:
         so_far = f", {best.seconds:.4g} s an iteration so far" if best else ""
         self.tell(f"searching pipelines at ZeRO-{zero_stage}{so_far}")
         goal, known = best.seconds if best is not None else math.inf, []
+        tables: list[StageTable] = []
         for sharing in sharings:
-            found = self._proposal(pool, replays, zero_stage, sharing, goal)
+            # Where fewer pipelines share optimizer state, stages hold no more and take no less.
+            if zero_stage == 2 and tables and self._prices(pool, tables, zero_stage, sharing, goal) is None:
+                continue
+            tables = list(self._tables(pool, replays, zero_stage, sharing))
+            found = self._proposal(pool, tables, zero_stage, sharing, goal)
             if found is not None:
                 known.append(found)
-                goal = min([goal, *(seconds * _BEYOND for seconds, _ in found.sets)])
+                goal = min([goal, *(seconds * BEYOND for seconds, _ in found.sets)])
         return self._priced(known, goal=best.seconds if best is not None else math.inf)
 
     def _proposal(
-        self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int, goal: float
+        self, pool: Pool, tables: Sequence[StageTable], zero_stage: ZeroStage, sharing: int, goal: float
     ) -> Proposal | None:
         """Sets of pipelines that may end the batch before `goal`; None if there are none."""
-        expected = Expected(self.request.cluster, pool, self.cost.row_bytes)
-        budget = self.budget(pool)
-        if sharing < _SHARING:
-            budget = replace(budget, pipelines=min(budget.pipelines, sharing))
-        zero = Zero(zero_stage, self.request.zero_scope, min(sharing, budget.pipelines))
-        tables = [
-            table.for_pipelines(expected, sharing) for table in self._tables(pool, expected, replays, zero)
-        ]
-        chains = self._first_chains(pool, tables, budget)
-        if not chains.chains:
+        known = self._prices(pool, tables, zero_stage, sharing, goal)
+        if known is None:
             return None
-        priced = find_prices(tables, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, tick=self.tick)
-        self.statistics["chains"] += len(chains.chains)
-        if priced is None:
-            return None
+        tables, budget, priced = known
         assembler = Assembler(
             self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
         )
@@ -233,11 +201,30 @@ class ExactSolver:
         }
         found = Proposal(pool, tables, priced, budget, assembler, settlers)
         # The true price may be a little less than that of the tables.
-        self._propose(found, every=False, goal=goal * _BEYOND)
+        self._propose(found, every=False, goal=goal * BEYOND)
         if not found.sets and pool.devices <= _FEW_DEVICES:
             # Prices of fractions of pipelines say little of so few whole ones.
             self._propose(found, every=True, goal=math.inf)
         return found if found.sets else None
+
+    def _prices(
+        self, pool: Pool, tables: Sequence[StageTable], zero_stage: ZeroStage, sharing: int, goal: float
+    ) -> tuple[list[StageTable], Budget, Priced] | None:
+        """The tables for so many pipelines, their budget and the worth of devices; None if no pipelines end the batch
+        before `goal`."""
+        expected, budget = self._expected(pool), self._budget(pool, sharing)
+        shared = [table.for_pipelines(expected, sharing) for table in tables]
+        chains = self._first_chains(pool, shared, budget)
+        if not chains.chains:
+            return None
+        priced = find_prices(shared, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, tick=self.tick)
+        self.statistics["chains"] += len(chains.chains)
+        if priced is None:
+            return None
+        if zero_stage == 2 and 1 in self.request.zero_stages and priced.least(_has_replicas) >= goal:
+            # Without replicas of a stage ZeRO-2 is ZeRO-1, which was searched before.
+            return None
+        return shared, budget, priced
 
     def _first_chains(self, pool: Pool, tables: Sequence[StageTable], budget: Budget) -> ChainPool:
         """Those of the search before, if it was of the same pool; else the best at a few prices."""
@@ -257,15 +244,28 @@ class ExactSolver:
             stages = [stage for stage in stages if stage]
         return sorted(stages)
 
-    def _tables(self, pool: Pool, expected: Expected, replays: Replays, zero: Zero) -> Iterator[StageTable]:
+    def _tables(
+        self, pool: Pool, replays: Replays, zero_stage: ZeroStage, sharing: int
+    ) -> Iterator[StageTable]:
         """The usable tables, by micro-batch size."""
-        maker = TableMaker(self.cost, pool, expected, replays, zero)
+        zero = Zero(zero_stage, self.request.zero_scope, min(sharing, self._budget(pool, sharing).pipelines))
+        maker = TableMaker(self.cost, pool, self._expected(pool), replays, zero)
         for size in self.sizes:
             self.tick()
             choices = list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
             table = maker.table(choices, micro_batch_size=size)
             if table.usable:
                 yield table
+
+    def _expected(self, pool: Pool) -> Expected:
+        return Expected(self.request.cluster, pool, self.cost.row_bytes)
+
+    def _budget(self, pool: Pool, sharing: int) -> Budget:
+        """If fewer share gradients than usual, there are no more pipelines than that."""
+        budget = self.budget(pool)
+        if sharing < _SHARING:
+            return replace(budget, pipelines=min(budget.pipelines, sharing))
+        return budget
 
     def replays(self, pool: Pool, *, max_stages: int, relaxed: bool = False) -> Replays:
         """What the stages of pipelines with up to so many stages recompute."""
@@ -275,38 +275,7 @@ class ExactSolver:
         )
 
     def _propose(self, proposal: Proposal, *, every: bool, goal: float) -> None:
-        """Add sets of pipelines that end the batch soon, of `every` shape or the promising ones."""
-        priced, budget, settlers = proposal.priced, proposal.budget, proposal.settlers
-        taken, rest = _whole_part(priced, budget)
-        intervals = (
-            [Intervals.of(table) for table in proposal.tables] if every else _promising(priced, budget)
-        )
-        columns = make_columns(
-            intervals, priced.prices, choose_box(rest.counts), settlers, every=every, goal=goal
-        )
-        many = sum(budget.counts) > _MANY_DEVICES
-        columns.shapes_made = 1 if many and budget.pipelines > 1 else 2
-        few = sum(budget.counts) <= _MANY_SETS_DEVICES
-        combiner = Combiner(
-            columns,
-            priced.prices,
-            rest,
-            taken,
-            parts=many and not taken,
-            rounds=MAKING_ROUNDS if few else FEW_ROUNDS,
-        )
-        seen: set[tuple[object, ...]] = set()
-        settled = [
-            _settled(settlers[chain.micro_batch_size], chain, priced.prices.seconds) for chain in taken
-        ]
-        most = min(_MOST_PIPELINES if few else _FEW_PIPELINES, budget.pipelines)
-        for chains in combiner.sets(most=most, others=few):
-            self.tick()
-            key = tuple(chain.specs for chain in chains)
-            if key not in seen:
-                seen.add(key)
-                found = [*settled, *chains]
-                proposal.sets.append((proposal.assembler.end_seconds(found), found))
+        columns = add_sets(proposal, every=every, goal=goal, tick=self.tick)
         self.statistics["columns"] += len(columns.vectors)
         self.statistics["columns_made"] += len(columns.made)
 
@@ -316,10 +285,10 @@ class ExactSolver:
         sets = [(seconds, chains, one) for one in proposals for seconds, chains in one.sets]
         if not sets:
             return None
-        few = proposals[0].pool.devices <= _MANY_DEVICES
+        few = proposals[0].pool.devices <= MANY_DEVICES
         if not few:
             sets.sort(key=lambda one: one[0])
-            most = min(sets[0][0], goal) * _BEYOND
+            most = min(sets[0][0], goal) * BEYOND
             tried = _PRICED_SETS if proposals[0].pool.devices <= _HUGE_DEVICES else _FEW_PRICED_SETS
             sets = [one for one in sets[:tried] if one[0] < most]
         refiners = {id(one): Refiner(one.assembler, one.tables, one.settlers) for one in proposals}
@@ -349,6 +318,10 @@ class ExactSolver:
             yield candidate
 
 
+def _has_replicas(table: StageTable) -> bool:
+    return any(len(choice.rows) > 1 for choice in table.choices)
+
+
 def recomputes(plan: Plan) -> bool:
     """Whether any stage does."""
     return any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages)
@@ -374,31 +347,3 @@ def _by_type(prices: FloatArray, known: Pool, wanted: Pool) -> FloatArray:
         counts = [known.kinds[i].count for i in same]
         found.append(float(np.average(prices[same], weights=counts)))
     return np.array(found)
-
-
-def _settled(settler: Settler, chain: Chain, seconds: float) -> Chain:
-    return settler.settled(chain, max(1, chain.pace.micro_batches(chain.pace.samples_within(seconds))))
-
-
-def _promising(priced: Priced, budget: Budget) -> list[Intervals]:
-    """The intervals of the micro-batch sizes with the best chains; of all sizes where devices are few."""
-    if sum(budget.counts) <= _MANY_SETS_DEVICES:
-        return priced.intervals
-    order = sorted(range(len(priced.best)), key=lambda index: priced.best[index])[:_SIZES]
-    return [priced.intervals[index] for index in sorted(order)]
-
-
-def _whole_part(priced: Priced, budget: Budget) -> tuple[list[Chain], Budget]:
-    """Whole pipelines of the linear program, as long as more than two would still be left to choose."""
-    taken: list[Chain] = []
-    left = np.array(budget.counts)
-    amounts = priced.prices.amounts.copy()
-    while math.prod(int(n) + 1 for n in left) > 20 * MOST_CHOSEN_CELLS and amounts.sum() > 3:
-        index = int(np.argmax(amounts))
-        if amounts[index] < 1:
-            break
-        chain = priced.pool.chains[index]
-        taken.append(chain)
-        amounts[index] -= 1
-        left = left - np.array(chain.counts)
-    return taken, Budget(tuple(int(n) for n in left), budget.samples, budget.pipelines - len(taken))

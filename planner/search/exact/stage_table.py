@@ -88,8 +88,8 @@ class StageTable:
     @cached_property
     def most_seconds(self) -> float:
         """Of any stage that fits; 0 if none does."""
-        total = self.plain[:, :, None] + self.replay
-        return float(total.max(initial=0.0, where=np.isfinite(total)))
+        replay = self.replay.max(axis=2, initial=-np.inf, where=np.isfinite(self.replay))
+        return float((self.plain + replay).max(initial=0.0))
 
     def replay_at(self, role: Role, position: int) -> FloatArray:
         """[c, l]."""
@@ -198,7 +198,7 @@ def without_dominated(table: StageTable) -> StageTable:
         if any(_beats(table, i, index) for i in rivals):
             continue
         kept = [i for i in kept if i not in rivals or not _beats(table, index, i)] + [index]
-    return table.kept(kept)
+    return table.kept(kept) if len(kept) < len(table.choices) else table
 
 
 def _beats(table: StageTable, one: int, other: int) -> bool:
