@@ -53,6 +53,8 @@ class Budget:
     priced: int
     upper: float = float("inf")
     changes: bool = True
+    starts: int = 3
+    """How many of the best are changed."""
 
     @classmethod
     def for_devices(cls, devices: int) -> Budget:
@@ -67,17 +69,13 @@ class Budget:
         if devices <= _FEW_DEVICES:
             return replace(cls.for_devices(devices), upper=upper)
         if devices <= 64:
-            return cls(settled=24, priced=4, upper=upper, changes=False)
-        return cls(settled=40, priced=6, upper=upper, changes=False)
+            return cls(settled=24, priced=4, upper=upper, changes=False, starts=1)
+        return cls(settled=40, priced=6, upper=upper, changes=False, starts=2)
 
     @property
     def improves(self) -> bool:
         """Whether what was priced is changed; with an `upper`, all that was priced is near it."""
         return self.changes or self.upper < float("inf")
-
-    def starts(self, most: int) -> int:
-        """How many of the best are changed: of `most` the very best alone on a small budget."""
-        return most if self.changes else 1
 
 
 class Bench:

@@ -33,7 +33,6 @@ from planner.search.shortlist import Offer, ignore
 _MOST_COMBINATIONS = 256
 _MOST_ORDERS = 6
 _LARGEST_MICRO_BATCH = 16
-_STARTS = 3
 _ROUNDS = 16
 
 
@@ -66,7 +65,7 @@ def plan(
     if not priced:
         raise bench.cannot_fit("no number of equal pipelines of TP groups holds it")
     best = None
-    for seconds, settled, _ in priced[: bench.budget.starts(_STARTS)]:
+    for seconds, settled, _ in priced[: bench.budget.starts]:
         progress(f"hexiscale: {seconds:.4g} s, stage by stage")
         found = _improved(bench, seconds, settled, settle)
         best = found if best is None or found[0] < best[0] else best

@@ -31,8 +31,7 @@ from planner.search.shortlist import Offer, ignore
 # Combinations of the types' (tp, dp) for one micro-batch size and order.
 _MOST_COMBINATIONS = 4096
 _MOST_ROWS = 16
-# Plans that are changed so, and how often.
-_STARTS = 3
+# How often a plan is changed so.
 _ROUNDS = 24
 
 
@@ -67,7 +66,7 @@ def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled |
         _sketches(bench), settle, micro_batches=lambda sketch: -(-batch // sketch.micro_batch_size)
     )
     best: tuple[float, Settled] | None = None
-    for seconds, settled, _ in priced[: bench.budget.starts(_STARTS)]:
+    for seconds, settled, _ in priced[: bench.budget.starts]:
         progress(f"metis: {seconds:.4g} s, stage by stage")
         if bench.budget.improves:
             seconds, settled = _improved(bench, seconds, settled, settle)
