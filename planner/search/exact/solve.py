@@ -60,11 +60,8 @@ class Solution:
     """The best plan, and what the search for it learned about the worth of devices."""
 
     plan: Plan
-    pool: Pool
-    priced: Priced
-    tables: Sequence[StageTable]
-    budget: Budget
-    statistics: dict[str, int]
+    proposals: Sequence[Proposal]
+    """Of one pool, each for another number of pipelines that share a gradient."""
 
     @property
     def seconds(self) -> float:
@@ -73,12 +70,15 @@ class Solution:
 
     def prices_for(self, pool: Pool) -> Callable[[int], DevicePrices]:
         """Good prices of another pool of the same cluster, by how many pipelines there may be."""
-        guess = first_prices(self.tables, self.budget)
 
         def prices(pipelines: int) -> DevicePrices:
-            budget = replace(self.budget, pipelines=pipelines)
-            found = solve_prices(self.priced.pool, budget, guess=guess)
-            return replace(found, per_device=_by_type(found.per_device, self.pool, pool))
+            # Chains that were found for one pipeline, which shares gradients with none, price several badly.
+            least = pipelines if pipelines > 1 else 0
+            known = min(self.proposals, key=lambda one: abs(one.budget.pipelines - least))
+            budget = replace(known.budget, pipelines=pipelines)
+            guess = first_prices(known.tables, known.budget)
+            found = solve_prices(known.priced.pool, budget, guess=guess)
+            return replace(found, per_device=_by_type(found.per_device, known.pool, pool))
 
         return prices
 
@@ -308,8 +308,8 @@ class ExactSolver:
         self.statistics["candidates"] += sum(one.assembler.count for one in proposals)
         if not refined:
             return None
-        best, one = min(refined, key=lambda one: one[0].seconds)
-        return Solution(best.plan, one.pool, one.priced, one.tables, one.budget, self.statistics)
+        best, _ = min(refined, key=lambda one: one[0].seconds)
+        return Solution(best.plan, proposals)
 
     def _offered(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         for candidate in candidates:
