@@ -12,18 +12,17 @@ import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.staticfiles import StaticFiles
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from eth_service.backend import Backend
 from eth_service.errors import ProblemError, install_error_handlers
 from eth_service.jobs import Jobs
+from eth_service.known_hosts import KnownHosts
 from eth_service.monitor import Monitor
 from eth_service.openapi import install_openapi
 from eth_service.routes import health, jobs, pages, streams
 from eth_service.settings import Settings
 from eth_service.store import Store
 
-_LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 _STOP_SECONDS = 25.0
 
 log = structlog.get_logger(__name__)
@@ -55,8 +54,7 @@ def create_app(settings: Settings, backend: Backend) -> FastAPI:
     )
     app.state.settings, app.state.store, app.state.backend = settings, store, backend
     app.state.jobs = Jobs(settings=settings, store=store, monitor=monitor)
-    # A page on the web could name this machine by a host name of its own and so read from a loopback service.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK_NAMES)
+    app.add_middleware(KnownHosts)
     for router in (health.router, jobs.router, streams.router, pages.router):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=pages.FILES), name="static")

@@ -52,29 +52,29 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ProblemError)
     def known(request: Request, error: ProblemError) -> JSONResponse:
-        return _respond(request, error.status, error.detail)
+        return respond(request, error.status, error.detail)
 
     @app.exception_handler(UserError)
     def user_error(request: Request, error: UserError) -> JSONResponse:
-        return _respond(request, HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+        return respond(request, HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         told = "; ".join(_describe(problem) for problem in error.errors())
-        return _respond(request, HTTPStatus.UNPROCESSABLE_ENTITY, told)
+        return respond(request, HTTPStatus.UNPROCESSABLE_ENTITY, told)
 
     @app.exception_handler(HTTPException)
     def http_error(request: Request, error: HTTPException) -> JSONResponse:
         detail = str(error.detail)
         if error.status_code == HTTPStatus.NOT_FOUND and detail == HTTPStatus.NOT_FOUND.phrase:
             detail = f"nothing is served at {request.url.path}; /openapi.json lists what is"
-        response = _respond(request, HTTPStatus(error.status_code), detail)
+        response = respond(request, HTTPStatus(error.status_code), detail)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return _respond(
+        return respond(
             request,
             HTTPStatus.INTERNAL_SERVER_ERROR,
             f"the service failed on this request ({type(error).__name__}); its own log says where",
@@ -86,6 +86,7 @@ def _describe(problem: dict[str, Any]) -> str:
     return f"{field} = {problem.get('input')!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
 
 
-def _respond(request: Request, status: HTTPStatus, detail: str) -> JSONResponse:
+def respond(request: Request, status: HTTPStatus, detail: str) -> JSONResponse:
+    """A problem document."""
     problem = Problem(title=status.phrase, status=status, detail=detail, instance=request.url.path)
     return JSONResponse(problem.model_dump(), status_code=status, media_type=MEDIA_TYPE)

@@ -287,3 +287,16 @@ def test_a_job_that_brings_a_plan_for_emulated_devices_says_so_at_once(client: h
         training=training | {"precision": plan.dtypes.param},
     )
     assert client.post(JOBS, json=values).raise_for_status().json()["emulated"] is True
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:8080"])
+def test_the_service_answers_to_any_name_of_loopback(client: httpx.Client, host: str) -> None:
+    assert client.get("/api/v1/jobs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["example.org", "127.0.0.1.example.org", "192.0.2.7:8080", "[::1", "[::2]"])
+def test_another_host_s_name_is_a_problem_document(client: httpx.Client, host: str) -> None:
+    answer = client.get("/api/v1/jobs", headers={"Host": host})
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["detail"].startswith(f"Host = {host!r} is no loopback address")
