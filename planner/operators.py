@@ -54,6 +54,11 @@ GATHERING_OPERATORS = ("qkv", "mlp_up", "mlp_gate_up")
 BY_POSITION_OPERATORS = frozenset(("attention_norm", "attention_residual", "mlp_norm", "mlp_residual"))
 
 
+def cuts_positions(*, tp: int, sequence_length: int) -> bool:
+    """Whether sequence parallelism can cut such sequences over so many TP ranks."""
+    return tp > 1 and sequence_length % tp == 0
+
+
 def layer_operators(model: ModelSpec) -> tuple[str, ...]:
     """Names of a layer's operators, in forward order."""
     return GPT3_OPERATORS if model.family == "gpt3" else LLAMA_OPERATORS

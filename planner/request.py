@@ -18,8 +18,8 @@ class PlanRequest(Contract):
 
     `objective` says what to minimise: the iteration's seconds, or the price of a token, for which device types
     need a `price_per_hour`; `throughput_floor` (tokens a second) then says how slow the plan may be. With
-    `bound` the strategy also works out how much better any plan could be. `recompute` and `zero_stages` say
-    what a plan may make use of; a strategy need not.
+    `bound` the strategy also works out how much better any plan could be. `recompute`, `sequence_parallel` and
+    `zero_stages` say what a plan may make use of; a strategy need not.
     """
 
     model: ModelSpec
@@ -34,6 +34,9 @@ class PlanRequest(Contract):
     throughput_floor: float | None = Field(default=None, gt=0, description="tokens a second")
     bound: bool = True
     recompute: bool = Field(default=True, description="stages may recompute operators in backward")
+    sequence_parallel: bool = Field(
+        default=True, description="stages with TP may cut activations by position"
+    )
     zero_stages: tuple[Literal[0, 1, 2], ...] = Field(
         default=(0, 1, 2), min_length=1, description="ZeRO stages to choose from"
     )

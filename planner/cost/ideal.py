@@ -48,7 +48,8 @@ class DeviceSpeeds:
         return sum(count / self._seconds[type_] for type_, count in self._counts.items())
 
     def part_seconds(self, device_type: str) -> tuple[float, float, float]:
-        """Device seconds a sample of a layer, the embedding and the head, each at its own best."""
+        """Device seconds a sample of a layer, the embedding and the head, each at its own best: activations whole or
+        cut by position."""
         found = []
         for layers, embedding, head in ((1, False, False), (0, True, False), (0, False, True)):
             found.append(
@@ -61,9 +62,11 @@ class DeviceSpeeds:
                         layers=layers,
                         embedding=embedding,
                         head=head,
+                        sequence_parallel=cut,
                     ).total
                     / rows
                     for tp, rows in self._cases(device_type, self._cluster)
+                    for cut in (False, True)[: 1 + (tp > 1)]
                 )
             )
         layer, first, last = found

@@ -18,7 +18,7 @@ from planner.cost.ladder import Rung, ladder
 from planner.cost.layer_flow import Recompute, recompute_of
 from planner.cost.memory import MemoryModel, StageLoad, most_tensor_bytes
 from planner.cost.stages import StageCost
-from planner.operators import SUMMED_OPERATORS, layer_operators
+from planner.operators import GATHERING_OPERATORS, SUMMED_OPERATORS, layer_operators
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -36,21 +36,34 @@ class RecomputeModel:
 
     def __init__(self, cost: StageCost, memory: MemoryModel) -> None:
         self._cost, self._memory = cost, memory
-        self._ladders: dict[tuple[str, int, int], tuple[Rung, ...]] = {}
-        self._around: dict[tuple[int, int, int, bool, bool, int], _Around] = {}
+        self._ladders: dict[tuple[str, int, int, bool], tuple[Rung, ...]] = {}
+        self._around: dict[tuple[int, int, int, bool, bool, int, bool], _Around] = {}
 
-    def ladder(self, *, device_type: str, tp: int, rows: int) -> tuple[Rung, ...]:
+    def ladder(
+        self, *, device_type: str, tp: int, rows: int, sequence_parallel: bool = False
+    ) -> tuple[Rung, ...]:
         """The rungs of a replica's layers; the first is nothing, the last keeps only the layers' inputs."""
-        key = (device_type, tp, rows)
+        key = (device_type, tp, rows, sequence_parallel)
         if key not in self._ladders:
             cost, model = self._cost, self._cost.model
-            groups = cost.profile.groups(device_type).layer
+            groups, whole = (
+                cost.profile.groups(device_type).layer,
+                cost.activation_all_reduce(device_type, tp, rows),
+            )
+            names = layer_operators(model)
+            moved = dict.fromkeys(SUMMED_OPERATORS, whole)
+            if sequence_parallel:
+                both = (*SUMMED_OPERATORS, *GATHERING_OPERATORS)
+                moved = {name: whole / 2 for name in both if name in names}
             self._ladders[key] = ladder(
-                self._memory.rows_bytes(tp, rows).values,
-                layer_operators(model),
+                self._memory.rows_bytes(tp, rows, sequence_parallel).values,
+                names,
                 groups,
-                {group.name: cost.group_step(group, device_type, tp, rows).forward for group in groups},
-                dict.fromkeys(SUMMED_OPERATORS, cost.activation_all_reduce(device_type, tp, rows)),
+                {
+                    group.name: cost.group_step(group, device_type, tp, rows, sequence_parallel).forward
+                    for group in groups
+                },
+                moved,
             )
         return self._ladders[key]
 
@@ -61,11 +74,17 @@ class RecomputeModel:
         stage recomputes the same in all of them, climbing the ladder of one; of these the quickest counts.
         """
         found = [
-            replay
-            for type_, load in loads
-            if (replay := self._climb(self.ladder(device_type=type_, tp=load.tp, rows=load.rows), loads))
+            replay for type_, load in loads if (replay := self._climb(self._ladder_of(type_, load), loads))
         ]
         return min(found, key=lambda replay: max(replay.seconds)) if found else None
+
+    def _ladder_of(self, device_type: str, load: StageLoad) -> tuple[Rung, ...]:
+        return self.ladder(
+            device_type=device_type,
+            tp=load.tp,
+            rows=load.rows,
+            sequence_parallel=load.sequence_parallel,
+        )
 
     def recompute_at(self, *, device_type: str, load: StageLoad) -> Recompute | None:
         """`fewest` of a stage of one kind of replica, without the seconds."""
@@ -81,10 +100,11 @@ class RecomputeModel:
         nothing fits, as with 0 in flight. With `relaxed` layers may be recomputed in part, which no choice of
         operators for each layer can beat.
         """
-        rungs = self.ladder(device_type=device_type, tp=load.tp, rows=load.rows)
-        saved = self._memory.rows_bytes(load.tp, load.rows).layer_saved
+        rungs = self._ladder_of(device_type, load)
+        saved = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel).layer_saved
         device = self._cost.device_types[device_type]
-        key = (load.tp, load.rows, load.layers, load.embedding, load.head, most_in_flight)
+        ends = load.embedding, load.head
+        key = (load.tp, load.rows, load.layers, *ends, most_in_flight, load.sequence_parallel)
         if key not in self._around:
             self._around[key] = _Around(self._memory, load, most_in_flight)
         room = _Room(self._memory, self._around[key], load, device, slack=1.0 if relaxed else 0.5)
@@ -109,7 +129,12 @@ class RecomputeModel:
             recompute,
             tuple(
                 self._cost.replay_seconds(
-                    device_type=type_, tp=load.tp, rows=load.rows, layers=layers, recompute=recompute
+                    device_type=type_,
+                    tp=load.tp,
+                    rows=load.rows,
+                    layers=layers,
+                    recompute=recompute,
+                    sequence_parallel=load.sequence_parallel,
                 )
                 for type_, load in loads
             ),

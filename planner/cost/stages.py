@@ -356,9 +356,16 @@ class StageCost:
         """Seconds of summing a micro-batch's activations over a TP group; 0 if the operators include it."""
         return self._tp_all_reduce(device_type, tp, rows * self.row_bytes)
 
-    def group_step(self, group: OperatorGroup, device_type: str, tp: int, rows: int) -> StepSeconds:
+    def group_step(
+        self,
+        group: OperatorGroup,
+        device_type: str,
+        tp: int,
+        rows: int,
+        sequence_parallel: bool = False,
+    ) -> StepSeconds:
         """One micro-batch through operators that are timed together, without TP collectives unless timed."""
-        return self.profile.operator_seconds(
+        step = self.profile.operator_seconds(
             device_type=device_type,
             operator=group.name,
             tp=tp,
@@ -366,6 +373,8 @@ class StageCost:
             sequence_length=self.sequence_length,
             precision=self.dtypes.param,
         )
+        by_position = sequence_parallel and BY_POSITION_OPERATORS.issuperset(group.operators)
+        return step.times(1 / tp) if by_position else step
 
     def _operators(
         self,
@@ -377,10 +386,7 @@ class StageCost:
     ) -> StepSeconds:
         total = ZERO
         for group in groups:
-            step = self.group_step(group, device_type, tp, rows)
-            if sequence_parallel and BY_POSITION_OPERATORS.issuperset(group.operators):
-                step = step.times(1 / tp)
-            total = total.plus(step)
+            total = total.plus(self.group_step(group, device_type, tp, rows, sequence_parallel))
         return total
 
     def tp_source(self, device_type: str, tp: int, rows: int) -> CollectiveSource:

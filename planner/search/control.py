@@ -16,6 +16,7 @@ PARTS: Mapping[str, str] = {
     "order": "look at device groups of even computing power first (5.3, Eq. 7-9)",
     "dp": "combine pipelines by dynamic programming over device arrangements (5.4, Eq. 10)",
     "exact": "the exact solver proposes, and the paper's search refines its plan",
+    "sequence_parallel": "stages with TP cut activations by position where that pays",
     "peers": "look at the plans of metis, hexiscale, type-split and uniform too",
 }
 """The parts of strategy `eth` that `--without` switches off, each alone."""

@@ -220,8 +220,15 @@ loads = st.builds(
     zero_stage=st.sampled_from([0, 1, 2]),
     zero_ways=st.sampled_from([2.0, 5.0]),
     dp=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
 )
 precisions = st.sampled_from(["bf16", "fp32"])
+
+
+def ladder_of(model: RecomputeModel, type_: str, load: StageLoad) -> tuple[Rung, ...]:
+    return model.ladder(
+        device_type=type_, tp=load.tp, rows=load.rows, sequence_parallel=load.sequence_parallel
+    )
 
 
 @SLOW
@@ -230,7 +237,7 @@ def test_memory_falls_and_time_rises_along_the_ladder(
     load: StageLoad, field: str, precision: str, data: st.DataObject
 ) -> None:
     cost, memory, model = job(BIG, RandomProfile(1, BIG), precision=precision, length=1024)
-    rungs = model.ladder(device_type="A100", tp=load.tp, rows=load.rows)
+    rungs = ladder_of(model, "A100", load)
     place = data.draw(st.integers(0, (len(rungs) - 1) * load.layers - 1))
     here, above = (
         dataclasses.replace(load, recompute=recompute_on(rungs, load.layers, place + step)) for step in (0, 1)
@@ -238,7 +245,12 @@ def test_memory_falls_and_time_rises_along_the_ladder(
     assert memory.tensor_bytes(above) <= memory.tensor_bytes(here)
     times = [
         cost.replay_seconds(
-            device_type="A100", tp=load.tp, rows=load.rows, layers=load.layers, recompute=one.recompute
+            device_type="A100",
+            tp=load.tp,
+            rows=load.rows,
+            layers=load.layers,
+            recompute=one.recompute,
+            sequence_parallel=load.sequence_parallel,
         )
         for one in (here, above)
     ]
@@ -248,7 +260,7 @@ def test_memory_falls_and_time_rises_along_the_ladder(
 
 
 def steps_up(model: RecomputeModel, type_: str, load: StageLoad) -> list[tuple[tuple[str, int], ...]]:
-    rungs = model.ladder(device_type=type_, tp=load.tp, rows=load.rows)
+    rungs = ladder_of(model, type_, load)
     return [recompute_on(rungs, load.layers, place) for place in range((len(rungs) - 1) * load.layers + 1)]
 
 
@@ -291,11 +303,12 @@ def test_the_table_says_what_fewest_says_and_relaxed_is_close_below(
     found = model.fewest([("910B4", load)])
     seconds = found.seconds[0] if found else np.inf
     assert table[load.in_flight, load.layers] == pytest.approx(seconds, rel=1e-9)
-    rungs = model.ladder(device_type="910B4", tp=load.tp, rows=load.rows)
+    rungs = ladder_of(model, "910B4", load)
     step = max(above.seconds - below.seconds for below, above in itertools.pairwise(rungs))
     assert (relaxed <= table * (1 + 1e-9)).all()
     finite = np.isfinite(table)
-    assert (table[finite] - relaxed[finite] <= 2 * step).all()
+    # A layer more on the ladder, the last layer alive again, and the corner between two rungs.
+    assert (table[finite] - relaxed[finite] <= 3 * step).all()
     # More in flight or more layers never need less.
     assert (table[2:] >= table[1:-1] * (1 - 1e-9)).all()
 

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
-from planner.cost.plan_memory import PlanMemory
+from planner.cluster import Cluster, from_short_form
+from planner.cost.plan_memory import PlanMemory, check_memory
 from planner.cost.price import pipeline_stages, price_plan, replica_seconds
 from planner.cost.stages import StageCost
 from planner.errors import UserError, parse
+from planner.model_spec import PRESETS, ModelSpec
 from planner.operators import layer_operators
-from planner.plan import Plan
+from planner.plan import Plan, StagePlan
+from planner.profile.analytic import AnalyticProfile
+from planner.request import PlanRequest
+from planner.search import find_plan
+from planner.search.control import SearchControl, SearchOptions
+from planner.search.exact.plans import iteration_seconds
+from planner.search.exact.pool import every_pool
+from planner.search.paper.stage_figures import StageKey, StageShop
 from tests.engine.law_plans import by_position, with_recompute
 from tests.plans import Degrees, make_model, make_plan
 
@@ -103,3 +112,72 @@ def test_a_degree_that_does_not_divide_the_sequence_is_refused() -> None:
         UserError, match=r"cuts sequences by tp = 3, which does not divide sequence_length = 511"
     ):
         parse(Plan, plan, source="plan")
+
+
+def request_of(devices: str, *, batch: int, model: ModelSpec = MODEL, **fields: Any) -> PlanRequest:
+    """Links inside nodes so quick that TP pays."""
+    cluster = from_short_form(devices).model_dump()
+    links = {"intra_node": {"bandwidth": 3e11, "latency": 2e-6}}
+    return PlanRequest(
+        model=model,
+        cluster=Cluster.model_validate(cluster | {"links": links}),
+        global_batch_size=batch,
+        sequence_length=model.max_sequence_length,
+        **fields,
+    )
+
+
+def found(request: PlanRequest, *without: str) -> Plan:
+    return find_plan(request, control=SearchControl(options=SearchOptions(frozenset({"peers", *without}))))
+
+
+def stages_of(plan: Plan) -> list[StagePlan]:
+    return [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+
+
+def test_the_search_cuts_where_it_pays_and_the_bound_holds_for_it() -> None:
+    request = request_of("1x8:A100", batch=16, model=PRESETS["gpt3-13b"])
+    plain, cut = found(request, "sequence_parallel"), found(request)
+    assert not any(stage.sequence_parallel for stage in stages_of(plain))
+    assert any(stage.sequence_parallel for stage in stages_of(cut))
+    assert iteration_seconds(cut) < iteration_seconds(plain)
+    # Less is kept, so less is recomputed.
+    assert sum(sum(s.recompute.values()) for s in stages_of(cut)) < sum(
+        sum(s.recompute.values()) for s in stages_of(plain)
+    )
+    bounds = []
+    for plan in (plain, cut):
+        assert plan.predicted is not None and plan.predicted.lower_bound_seconds is not None
+        bounds.append(plan.predicted.lower_bound_seconds)
+        assert bounds[-1] <= iteration_seconds(plan)
+        assert price_plan(plan).iteration_seconds == iteration_seconds(plan)
+        check_memory(plan)
+    # Of more plans.
+    assert bounds[1] <= bounds[0]
+    assert "sequence_parallel" in cut.search["parts"]  # type: ignore[index]
+    again = found(request)
+    assert again.pipelines == cut.pipelines
+
+
+def test_the_paper_s_moves_cut_a_stage_that_fits_only_so() -> None:
+    """Of two ways to run a stage the figures are those of the better: quicker, or the one that fits."""
+    request = request_of("1x4:A100", batch=8, model=PRESETS["gpt3-13b"], recompute=False)
+    pool = every_pool(request.cluster, request.model)
+    profile = AnalyticProfile(request.model, request.cluster.device_types)
+    shops = [
+        StageShop(request, pool, profile=profile, pipelines=1, by_position=by_position)
+        for by_position in (False, True)
+    ]
+    fitting = []
+    for layers in range(1, 40):
+        for in_flight in (1, 2, 4):
+            key = StageKey((4,), 4, 8, layers, True, False, in_flight)
+            plain, cut = (shop.figures(key) for shop in shops)
+            assert plain is not None and cut is not None
+            assert max(cut.fullness, 1) <= max(plain.fullness, 1)
+            if plain.fullness <= 1:
+                assert cut.seconds <= plain.seconds
+            elif cut.fullness <= 1:
+                assert cut.by_position
+                fitting.append(key)
+    assert fitting

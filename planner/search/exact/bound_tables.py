@@ -21,7 +21,7 @@ from planner.search.exact.zero import Zero
 def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Iterator[StageTable]:
     """The usable tables, by micro-batch size: stages of one type exactly, covers for all others.
 
-    Each maker has another ZeRO stage: a stage may be as under any of them.
+    Each maker has another ZeRO stage, or cuts activations by position: a stage may be as under any of them.
     """
     for size in sizes:
         choices = list(stage_choices(makers[0].cost, makers[0].pool, micro_batch_size=size, mixed=False))
@@ -38,7 +38,7 @@ def _with_covers(
 ) -> StageTable:
     """`size` is the largest micro-batch."""
     maker = makers[0]
-    seconds = np.array([[_line(cover, maker, role) for cover in covers] for role in Role])
+    seconds = np.array([[_line(cover, makers, role) for cover in covers] for role in Role])
     receive = [[_receive(cover, maker.surroundings, role) for cover in covers] for role in Role]
     replays = _Replay(makers, size)
     replay = np.array([[replays.of(cover, role) for cover in covers] for role in Role])
@@ -61,10 +61,12 @@ def _with_covers(
     )
 
 
-def _line(cover: Cover, maker: TableMaker, role: Role) -> FloatArray:
-    """Seconds of the slowest replica by number of layers."""
-    forward, backward = maker.steps(StageChoice(cover.tp, (cover.kind,), (cover.own,)), role)
-    return forward + backward
+def _line(cover: Cover, makers: Sequence[TableMaker], role: Role) -> FloatArray:
+    """Seconds of the slowest replica by number of layers, activations whole or cut by position."""
+    choice, ways = StageChoice(cover.tp, (cover.kind,), (cover.own,)), {m.by_position: m for m in makers}
+    steps = [maker.steps(choice, role) for maker in ways.values()]
+    least: FloatArray = np.min([forward + backward for forward, backward in steps], axis=0)
+    return least
 
 
 def _receive(cover: Cover, surroundings: Surroundings, role: Role) -> float:

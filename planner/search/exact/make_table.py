@@ -10,6 +10,7 @@ import numpy as np
 from planner.cost.gradient import update_bytes_per_value
 from planner.cost.held import held_values
 from planner.cost.stages import StageCost
+from planner.operators import cuts_positions
 from planner.profile.analytic import PRECISION_BYTES
 from planner.search.exact.choices import StageChoice
 from planner.search.exact.pool import Pool
@@ -29,6 +30,8 @@ class TableMaker:
     surroundings: Surroundings
     replays: Replays
     zero: Zero
+    by_position: bool = False
+    """Stages whose TP can cut activations by position do (and do in `replays`)."""
 
     def table(self, choices: Sequence[StageChoice], *, micro_batch_size: int) -> StageTable:
         """The table of one micro-batch size, for a single pipeline."""
@@ -67,6 +70,7 @@ class TableMaker:
     def steps(self, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
         """Forward and backward seconds by number of layers: the slowest replica's, each apart."""
         layers = np.arange(self.cost.model.layers + 1)
+        cut = self.by_position and cuts_positions(tp=choice.tp, sequence_length=self.cost.sequence_length)
         forward = np.zeros(len(layers))
         backward = np.zeros(len(layers))
         for kind, rows in sorted(choice.loads):
@@ -78,6 +82,7 @@ class TableMaker:
                     layers=count,
                     embedding=role.embedding,
                     head=role.head,
+                    sequence_parallel=cut,
                 )
                 for count in (0, 1)
             )

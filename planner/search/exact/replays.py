@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import RecomputeModel
+from planner.operators import cuts_positions
 from planner.search.exact.choices import StageChoice
 from planner.search.exact.pool import Pool
 from planner.search.exact.role import Role
@@ -27,6 +28,7 @@ class Replays:
     Args:
         recompute: None if nothing may be recomputed.
         relaxed: parts of layers may be recomputed, for bounds.
+        by_position: stages whose TP can cut activations by position do.
     """
 
     def __init__(
@@ -38,10 +40,12 @@ class Replays:
         layers: int,
         max_stages: int,
         relaxed: bool = False,
+        by_position: bool = False,
     ) -> None:
         self._memory, self._recompute, self._pool = memory, recompute, pool
         self._devices = {kind.type: kind.device for kind in pool.kinds}
         self._layers, self.max_stages, self._relaxed = layers, max_stages, relaxed
+        self._by_position = by_position
         self._known: dict[tuple[str, StageLoad], FloatArray] = {}
         self._ways: dict[tuple[object, ...], float] = {}
 
@@ -73,6 +77,8 @@ class Replays:
             zero_stage=stage,
             zero_ways=self.ways(tp, dp, micro_batch_size, role, zero),
             dp=dp if stage == 2 else 1,
+            sequence_parallel=self._by_position
+            and cuts_positions(tp=tp, sequence_length=self._memory.sequence_length),
         )
         key = (self._pool.kinds[kind].type, load)
         if key not in self._known:

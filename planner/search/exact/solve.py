@@ -267,11 +267,19 @@ class ExactSolver:
             return replace(budget, pipelines=min(budget.pipelines, sharing))
         return budget
 
-    def replays(self, pool: Pool, *, max_stages: int, relaxed: bool = False) -> Replays:
+    def replays(
+        self, pool: Pool, *, max_stages: int, relaxed: bool = False, by_position: bool = False
+    ) -> Replays:
         """What the stages of pipelines with up to so many stages recompute."""
         layers = self.request.model.layers
         return Replays(
-            self.memory, self.recompute, pool, layers=layers, max_stages=max_stages, relaxed=relaxed
+            self.memory,
+            self.recompute,
+            pool,
+            layers=layers,
+            max_stages=max_stages,
+            relaxed=relaxed,
+            by_position=by_position,
         )
 
     def _propose(self, proposal: Proposal, *, every: bool, goal: float) -> None:

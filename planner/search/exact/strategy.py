@@ -97,18 +97,25 @@ def bound_seconds(
 ) -> float:
     """At most `upper`: no plan of the solver's request with its micro-batch sizes takes less.
 
-    `pool` is that of `every_pool`; any `prices` will do, bad ones bound badly.
+    `pool` is that of `every_pool`; any `prices` will do, bad ones bound badly. Where the request allows sequence
+    parallelism, every choice of a stage stands in the tables twice, with activations whole and cut by position: what
+    holds for each way to run a stage then holds for a plan that mixes them.
     """
     request = solver.request
     least = Least(request.cluster, pool, solver.cost.row_bytes, solver.cost.profile.least_all_reduce_rate())
-    replays = solver.replays(pool, max_stages=min(request.model.layers + 2, pool.devices), relaxed=True)
+    most_stages = min(request.model.layers + 2, pool.devices)
+    ways = [
+        (cut, solver.replays(pool, max_stages=most_stages, relaxed=True, by_position=cut))
+        for cut in ((False, True) if request.sequence_parallel else (False,))
+    ]
 
     def tables(pipelines: int) -> list[StageTable]:
         makers = [
             TableMaker(
-                solver.cost, pool, least, replays, Zero(stage, request.zero_scope, pipelines, most=True)
+                solver.cost, pool, least, replays, Zero(stage, request.zero_scope, pipelines, most=True), cut
             )
             for stage in solver.zero_stages()
+            for cut, replays in ways
         ]
         found = []
         for table in bound_tables(makers, sizes=solver.sizes):

@@ -1,5 +1,5 @@
-"""Refining any priced plan: bottleneck moves inside its pipelines and local batches, devices staying where they
-are. Only what the full price confirms is kept, so the plan never gets worse."""
+"""Refining any priced plan: bottleneck moves inside its pipelines, stages that cut activations by position, and local
+batches, devices staying where they are. Only what the full price confirms is kept, so the plan never gets worse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from planner.plan import PipelinePlan, Plan, StagePlan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.assemble import renumbered
+from planner.search.by_position import cut_by_position
 from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import every_pool
 from planner.search.paper.balance import true_pace
@@ -53,12 +54,15 @@ class _Refiner:
             profile=self._profile,
             pipelines=count,
             zero_stage=plan.zero_stage,
+            by_position=self._request.sequence_parallel,
         )
         groups = _alike(plan)
         left = self._budget.left
         assert left is not None, "refining takes what it is given"
         each = max(1, int(left * _FOR_MOVES) // len(groups))
         plan = self._better(plan, plan.pipelines)
+        if self._request.sequence_parallel:
+            plan = self._better(plan, cut_by_position(plan, self._request, self._profile))
         for members in groups:
             tuned = self._tuned(plan.pipelines[members[0]], shop, evaluations=each)
             if tuned is None:
@@ -85,6 +89,7 @@ class _Refiner:
         evaluator = Evaluator(shop, counts, batch=pipeline.samples, budget=self._budget)
         found = BottleneckSearch(evaluator, evaluations=evaluations).run([start])
         if found is None or not found.fits or found.configuration == start:
+            # What stages cut by position then is decided (planner/search/by_position.py).
             return None
         return found
 
@@ -118,6 +123,7 @@ class _Refiner:
                 "dp": len(rows),
                 "rows": rows,
                 "layers": (first, first + layers),
+                "sequence_parallel": figures.by_position,
                 "recompute": dict(recompute),
             }
             stages.append(old.model_copy(update=update))
@@ -187,7 +193,13 @@ def _alike(plan: Plan) -> list[list[int]]:
             pipeline.micro_batch_size,
             pipeline.micro_batches,
             tuple(
-                (tuple(types[device].type for device in stage.devices), stage.tp, stage.rows, stage.layers)
+                (
+                    tuple(types[device].type for device in stage.devices),
+                    stage.tp,
+                    stage.rows,
+                    stage.layers,
+                    stage.sequence_parallel,
+                )
                 for stage in pipeline.stages
             ),
         )

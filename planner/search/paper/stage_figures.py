@@ -16,6 +16,7 @@ from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import FloatArray, RecomputeModel
 from planner.cost.stages import StageCost, StageShape
 from planner.cost.zero import search_zero_ways
+from planner.operators import cuts_positions
 from planner.profile.analytic import PRECISION_BYTES
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
@@ -53,6 +54,8 @@ class StageFigures:
     seconds: float
     after: float
     fullness: float
+    by_position: bool = False
+    """Activations are cut by position (sequence parallelism): it is quicker, or fits only so."""
 
 
 class StageShop:
@@ -61,6 +64,7 @@ class StageShop:
     Args:
         pipelines: how many pipelines are known to share a gradient. With one, only replicas inside a stage do.
         zero_stage: the ZeRO stage of the plan.
+        by_position: stages may cut activations by position.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class StageShop:
         profile: ProfileTable,
         pipelines: int,
         zero_stage: int = 0,
+        by_position: bool = False,
     ) -> None:
+        self._by_position = by_position
         self.request, self.pool, self.pipelines, self.zero_stage = request, pool, pipelines, zero_stage
         self.layers = request.model.layers
         self.cost = StageCost.of_request(request, profile=profile)
@@ -81,7 +87,7 @@ class StageShop:
         self._choices: dict[tuple[Vector, int, int], StageChoice | None] = {}
         self._figures: dict[StageKey, StageFigures | None] = {}
         self._degrees: dict[Vector, tuple[int, ...]] = {}
-        self._tables: dict[tuple[str, int, int, bool, bool, int], FloatArray] = {}
+        self._tables: dict[tuple[str, int, int, bool, bool, int, bool], FloatArray] = {}
         self._recomputed: dict[StageKey, Recompute | None] = {}
         self._most_in_flight = min(pool.devices, self.layers + 2)
         self._able: dict[tuple[Vector, int], tuple[int, ...]] = {}
@@ -119,8 +125,15 @@ class StageShop:
         """None if the stage cannot run so at all."""
         if key not in self._figures:
             choice = self.choice(key.counts, key.tp, key.micro_batch_size)
-            self._figures[key] = None if choice is None else self._worked_out(key, choice)
+            self._figures[key] = None if choice is None else self._best(key, choice)
         return self._figures[key]
+
+    def _best(self, key: StageKey, choice: StageChoice) -> StageFigures:
+        """With activations whole or, where that may be and is better, cut by position."""
+        ways = [self._worked_out(key, choice, by_position=False)]
+        if self._by_position and cuts_positions(tp=key.tp, sequence_length=self.request.sequence_length):
+            ways.append(self._worked_out(key, choice, by_position=True))
+        return min(ways, key=lambda way: (max(way.fullness, 1.0), way.seconds))
 
     def _choice(self, counts: Vector, tp: int, size: int) -> StageChoice | None:
         replicas: dict[str, int] = {}
@@ -149,12 +162,13 @@ class StageShop:
     def recompute_of(self, figures: StageFigures) -> Recompute | None:
         """What the stage recomputes, the least with which it fits; None if it does not."""
         if figures.key not in self._recomputed:
-            replay = self._recompute.fewest(self._loads(figures.key, figures.choice))
+            loads = self._loads(figures.key, figures.choice, figures.by_position)
+            replay = self._recompute.fewest(loads)
             self._recomputed[figures.key] = None if replay is None else replay.recompute
         return self._recomputed[figures.key]
 
-    def _worked_out(self, key: StageKey, choice: StageChoice) -> StageFigures:
-        loads = self._loads(key, choice)
+    def _worked_out(self, key: StageKey, choice: StageChoice, *, by_position: bool) -> StageFigures:
+        loads = self._loads(key, choice, by_position)
         fullness, replayed = self._room(key, loads)
         steps = [
             self.cost.replica_step(
@@ -164,6 +178,7 @@ class StageShop:
                 layers=key.layers,
                 embedding=key.embedding,
                 head=key.head,
+                sequence_parallel=by_position,
             )
             for type_, load in loads
         ]
@@ -173,9 +188,9 @@ class StageShop:
         slowest = max(step.backward + extra for step, extra in zip(steps, replayed, strict=True))
         backward = slowest + received + self._scatter(key, choice)
         after = self._after(key, choice, loads)
-        return StageFigures(key, choice, forward, backward, forward + backward, after, fullness)
+        return StageFigures(key, choice, forward, backward, forward + backward, after, fullness, by_position)
 
-    def _loads(self, key: StageKey, choice: StageChoice) -> list[tuple[str, StageLoad]]:
+    def _loads(self, key: StageKey, choice: StageChoice, by_position: bool) -> list[tuple[str, StageLoad]]:
         kinds = {(self.pool.kinds[kind].type, rows) for kind, rows in choice.loads}
         dp = len(choice.rows)
         return [
@@ -191,6 +206,7 @@ class StageShop:
                     zero_stage=self.zero_stage,
                     zero_ways=self._ways(dp),
                     dp=dp,
+                    sequence_parallel=by_position,
                 ),
             )
             for type_, rows in sorted(kinds)
@@ -239,7 +255,8 @@ class StageShop:
     def _replay_row(self, type_: str, load: StageLoad) -> FloatArray:
         """Seconds of recomputation by layers, with the load's micro-batches in flight; inf where nothing
         fits."""
-        key = (type_, load.tp, load.rows, load.embedding, load.head, load.dp)
+        ends = load.embedding, load.head
+        key = (type_, load.tp, load.rows, *ends, load.dp, load.sequence_parallel)
         if key not in self._tables:
             table = self._recompute.seconds_table(
                 type_, replace(load, layers=self.layers), most_in_flight=self._most_in_flight

@@ -10,7 +10,7 @@ from planner.cluster import Cluster, resolve_cluster
 from planner.cost.price import check_memory
 from planner.errors import UserError
 from planner.model_spec import ModelSpec
-from planner.operators import layer_operators
+from planner.operators import cuts_positions, layer_operators
 from planner.plan import Dtypes, PipelinePlan, Plan, StagePlan
 from planner.request import PlanRequest
 
@@ -54,7 +54,7 @@ def random_plans(
     request: PlanRequest, draw: random.Random, *, sizes: Sequence[int], tries: int
 ) -> Iterator[Plan]:
     """Plans that fit: random pipelines, stages that may mix types, unlike rows, uneven samples, idle devices,
-    any operators recomputed and any ZeRO stage that the request allows."""
+    any operators recomputed, activations whole or cut by position, and any ZeRO stage that the request allows."""
     for _ in range(tries):
         pipelines = _random_pipelines(request, draw, sizes)
         if pipelines is None:
@@ -151,6 +151,8 @@ def _random_stages(
                 layers=(first, first + layers),
                 embedding=number == 0,
                 head=number == count - 1,
+                sequence_parallel=draw.random() < 0.5
+                and cuts_positions(tp=len(block[0]), sequence_length=request.sequence_length),
                 recompute=_random_recompute(request, draw, layers),
             )
         )
