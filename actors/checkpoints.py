@@ -37,11 +37,13 @@ class FileSum(Contract):
 
 class DataIdentity(Contract):
     """The token file: its name is a hash of the text and of the tokenizer. `held_out` is the share that is never
-    trained on, or the name of the token file to validate with; empty if there is neither."""
+    trained on, or the name of the token file to validate with; empty if there is neither. `tokenizer` is `byte`, a hash
+    of the tokenizer.json, or `none` where token ids came as they are."""
 
     name: str
     tokens: int
     held_out: str = ""
+    tokenizer: str = "byte"
 
 
 class Progress(Contract):
@@ -95,6 +97,8 @@ class Tokens(Protocol):
     def path(self) -> Path: ...
     @property
     def count(self) -> int: ...
+    @property
+    def tokenizer(self) -> str: ...
 
 
 class HeldOutOf(Protocol):
@@ -106,7 +110,9 @@ class HeldOutOf(Protocol):
 
 def data_identity(tokens: Tokens, held_out: HeldOutOf) -> DataIdentity:
     """The text behind a token file, which is named by a hash of it, and what of it is held out."""
-    return DataIdentity(name=tokens.path.stem, tokens=tokens.count, held_out=held_out.identity)
+    return DataIdentity(
+        name=tokens.path.stem, tokens=tokens.count, held_out=held_out.identity, tokenizer=tokens.tokenizer
+    )
 
 
 def plan_line(plan: Plan) -> str:
@@ -222,6 +228,11 @@ def check_continues(
         raise UserError(
             f"model = {model.name} is not the model of checkpoint {source}: {difference}; use that model, or start"
             " anew with --overwrite"
+        )
+    if data.tokenizer != manifest.data.tokenizer:
+        raise UserError(
+            f"data.tokenizer ({data.tokenizer}) is not the one that checkpoint {source} was trained with"
+            f" ({manifest.data.tokenizer}); use that one, or start anew with --overwrite"
         )
     if data.held_out != manifest.data.held_out:
         raise UserError(

@@ -11,31 +11,51 @@ from pydantic import Field, field_validator
 
 from planner.errors import Contract
 
+BYTE = "byte"
 PYTHON_STDLIB: Literal["python-stdlib"] = "python-stdlib"
+
+
+Format = Literal["auto", "text", "jsonl", "parquet", "megatron", "numpy"]
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A text file, a folder's files that match `pattern`, or `python-stdlib`; `field` is what the job calls it."""
+    """A file, a folder's files that match `pattern`, or `python-stdlib`; `field` is what the job calls it.
+
+    `text_field` is the JSONL field or Parquet column that holds the text. `tokenizer` is `byte` or a tokenizer.json.
+    """
 
     path: Path | Literal["python-stdlib"]
     pattern: str = "*"
     field: str = "data"
+    format: Format = "auto"
+    text_field: str = "text"
+    tokenizer: str | Path = "byte"
+    end_of_document: str | int | None = None
 
 
-class HeldOutText(Contract):
+class Text(Contract):
+    """Where a text lies: a file, a folder, or `python-stdlib` (the standard library's own sources)."""
+
+    path: str = Field(min_length=1)
+    pattern: str = Field(default="*", description="glob for the files of a folder, searched recursively")
+    format: Format = Field(default="auto", description="of the files; auto goes by their suffixes")
+    field: str = Field(default="text", min_length=1, description="JSONL field or Parquet column of the text")
+
+
+class HeldOutText(Text):
     """A text of its own to validate with, of which training sees nothing."""
 
-    path: str = Field(min_length=1)
-    pattern: str = Field(default="*", description="glob for the files of a folder, searched recursively")
 
+class Data(Text):
+    """The text to learn, and how it becomes tokens."""
 
-class Data(Contract):
-    """The text to learn: a file, a folder, or `python-stdlib` (the standard library's own sources)."""
-
-    path: str = Field(min_length=1)
-    pattern: str = Field(default="*", description="glob for the files of a folder, searched recursively")
-    tokenizer: Literal["byte"] = "byte"
+    tokenizer: str = Field(
+        default="byte", min_length=1, description="`byte`, or the path of a tokenizer.json"
+    )
+    end_of_document: str | int | None = Field(
+        default=None, description="token or id that ends a document; null finds the tokenizer's"
+    )
     held_out: float | HeldOutText = Field(
         default=0.0,
         description="to validate with, never to train on: a share of the text's samples, or `{path, pattern}` of"
@@ -67,10 +87,10 @@ def named_in(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_paths(data: Mapping[str, Any], place: Callable[[str, str], str]) -> dict[str, Any]:
-    """The values of a `data` section, each path as `place(field, path)` makes it; `python-stdlib` is none."""
+    """The values of a `data` section, each path, of texts and tokenizer, as `place(field, path)` makes it."""
     made = dict(data)
     for key, value in data.items():
-        if key == "path" and value != PYTHON_STDLIB:
+        if (key == "path" and value != PYTHON_STDLIB) or (key == "tokenizer" and value != BYTE):
             made[key] = place(key, value)
         elif isinstance(value, Mapping):
             made[key] = with_paths(value, lambda field, path, key=key: place(f"{key}.{field}", path))  # type: ignore[misc]

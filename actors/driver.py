@@ -63,9 +63,9 @@ def run_job(
     the run is left, and the observer is told the end of a run that had begun.
     """
     folder = RunFolder.check(output or default_folder(job), overwrite=overwrite, resume=resume)
-    prepared = prepare(job, equal_batches=equal_batches)
-    saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
     observer = observer or Silent()
+    prepared = prepare(job, equal_batches=equal_batches, say=observer.status)
+    saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
     start = saves.resume(job, prepared.data_identity(), observer.status) if resume else None
     if start is None:
         saves.check_new(folder.path)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from actors.data_settings import PYTHON_STDLIB, Data, TextSource
+from actors.data_settings import BYTE, PYTHON_STDLIB, Data, Text, TextSource
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
@@ -286,17 +286,26 @@ class Job(Contract):
 
     def text(self) -> TextSource:
         """What is trained on, where it lies."""
-        return self._source(self.data.path, self.data.pattern, field="data")
+        return self._source(self.data, field="data")
 
     def held_out_text(self) -> TextSource | None:
         """What is validated with, if it is a text of its own."""
         held_out = self.data.held_out
         if isinstance(held_out, float):
             return None
-        return self._source(held_out.path, held_out.pattern, field="data.held_out")
+        return self._source(held_out, field="data.held_out")
 
-    def _source(self, path: str, pattern: str, *, field: str) -> TextSource:
-        return TextSource(PYTHON_STDLIB if path == PYTHON_STDLIB else self.placed(path), pattern, field)
+    def _source(self, text: Text, *, field: str) -> TextSource:
+        tokenizer = self.data.tokenizer
+        return TextSource(
+            path=PYTHON_STDLIB if text.path == PYTHON_STDLIB else self.placed(text.path),
+            pattern=text.pattern,
+            field=field,
+            format=text.format,
+            text_field=text.field,
+            tokenizer=BYTE if tokenizer == BYTE else self.placed(tokenizer),
+            end_of_document=self.data.end_of_document,
+        )
 
     def placed(self, path: str) -> Path:
         """A path of the data section from anywhere."""

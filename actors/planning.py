@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.checkpoints import DataIdentity, data_identity
+from actors.data_settings import TextSource
 from actors.engine.support import check_supported
-from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary, prepare_text
+from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary
 from actors.engine.windows import WindowSplit
 from actors.inventory import read_inventory
 from actors.job import Emulation, Job
 from actors.plan_task import plan_on_head
+from actors.text.prepare import prepare_text
 from actors.time_scale import HostMeasurement, auto_time_scale
 from planner.cluster import Cluster
 from planner.cost.price import check_memory, price_plan, with_prediction
@@ -70,7 +72,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eth-service" / "tokens"
 
 
-def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
+def prepare(job: Job, *, equal_batches: bool = False, say: Callable[[str], None] = print) -> Prepared:
     """All checks and work that need no Ray, so that most mistakes are told at once. Raises UserError."""
     plan = None
     if isinstance(job.plan, Plan):
@@ -78,17 +80,22 @@ def prepare(job: Job, *, equal_batches: bool = False) -> Prepared:
         check_supported(plan)
         plan = _equal(plan) if equal_batches else plan
         check_memory(plan)
-    check_vocabulary(job.model.vocab_size)
     if (weights := job.weights_path()) is not None:
         # Loads torch, which other jobs' drivers do without.
         from actors.engine.weight_files import check_weights
 
         check_weights(weights, job.model)
-    tokens = prepare_text(job.text(), cache_dir=cache_folder())
-    return Prepared(tokens.path, _held_out(job, tokens), plan)
+    tokens = _tokens(job, job.text(), say)
+    return Prepared(tokens.path, _held_out(job, tokens, say), plan)
 
 
-def _held_out(job: Job, tokens: TokenFile) -> HeldOut:
+def _tokens(job: Job, source: TextSource, say: Callable[[str], None]) -> TokenFile:
+    tokens = prepare_text(source, cache_dir=cache_folder(), processes=os.cpu_count() or 1, say=say)
+    check_vocabulary(tokens, job.model.vocab_size)
+    return tokens
+
+
+def _held_out(job: Job, tokens: TokenFile, say: Callable[[str], None]) -> HeldOut:
     """What training never sees. UserError if it, or what it leaves, is less than a sample."""
     length, share = job.training.sequence_length, job.data.held_out
     if (text := job.held_out_text()) is None:
@@ -96,7 +103,7 @@ def _held_out(job: Job, tokens: TokenFile) -> HeldOut:
         WindowSplit(tokens.windows(length), share)
         return HeldOut(share=share)
     tokens.windows(length)
-    other = prepare_text(text, cache_dir=cache_folder())
+    other = _tokens(job, text, say)
     other.windows(length)
     return HeldOut(tokens=other.path)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from gradient_sync_plans import Degrees, host_cluster, make_plan
 
-from actors.engine.tokens import prepare_tokens
 from actors.job import Training
+from actors.text.prepare import prepare_tokens
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
 

@@ -6,13 +6,11 @@ makes it. What depends on the Ray cluster's devices cannot be known yet.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from actors.engine.support import check_supported
-from actors.engine.tokens import check_text, check_vocabulary
 from actors.engine.windows import WindowSplit
 from actors.job import Job
 from actors.planning import emulated_plan, plan_request
+from actors.text.prepare import check_text
 from planner.cluster import Cluster
 from planner.cost.plan_memory import check_memory
 from planner.plan import Plan
@@ -22,7 +20,6 @@ from planner.search.diagnose import cannot_fit, may_fit
 
 def check_feasible(job: Job) -> None:
     """UserError if the text is too short, the job's own plan cannot run, or no plan can hold its model."""
-    check_vocabulary(job.model.vocab_size)
     _check_data(job)
     if isinstance(job.plan, Plan):
         plan = emulated_plan(job.plan, job.emulation)
@@ -38,9 +35,8 @@ def _check_data(job: Job) -> None:
     """UserError if a text is too short for a sample, or what is held out of it leaves none."""
     length, share = job.training.sequence_length, job.data.held_out
     text, held_out = job.text(), job.held_out_text()
-    if isinstance(text.path, Path):
-        windows = check_text(text, sequence_length=length)
-        if isinstance(share, float):
-            WindowSplit(windows, share)
-    if held_out is not None and isinstance(held_out.path, Path):
-        check_text(held_out, sequence_length=length)
+    windows = check_text(text, sequence_length=length, vocab_size=job.model.vocab_size)
+    if isinstance(share, float) and windows is not None:
+        WindowSplit(windows, share)
+    if held_out is not None:
+        check_text(held_out, sequence_length=length, vocab_size=job.model.vocab_size)

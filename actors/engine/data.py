@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.engine.tokens import HeldOut, TokenFile
-from actors.engine.windows import Indices, WindowSplit
+from actors.engine.tokens import HeldOut, Indices, TokenFile
+from actors.engine.windows import WindowSplit
 
 _ROUNDS = 6
 
@@ -102,8 +102,7 @@ def read_windows(
     tokens: TokenFile, chosen: Indices, *, sequence_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, int64 `[chosen, sequence_length]`, of windows of a text; a label is the next token."""
-    rows = tokens.tokens[chosen[:, None] * sequence_length + np.arange(sequence_length + 1)]
-    both = torch.from_numpy(rows.astype(np.int64))
+    both = torch.from_numpy(tokens.read(chosen * sequence_length, sequence_length + 1))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 

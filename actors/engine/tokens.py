@@ -1,55 +1,143 @@
-"""Text to a token file, once: byte-level tokens on disk, memory-mapped by every rank, cached by content."""
+"""Tokens on disk, memory-mapped: what training reads, whatever format the text had."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sysconfig
-import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from actors.data_settings import PYTHON_STDLIB, TextSource
-from planner.errors import UserError
+from planner.errors import Contract, UserError, parse, read_yaml
 
-END_OF_DOCUMENT = 256
-VOCABULARY_SIZE = 257
 TOKEN_TYPE = np.dtype("<u2")
 
-STDLIB_BYTES = 32_000_000
-_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_CHUNK_BYTES = 1 << 20
-# A part of the cache key: raise it when the same text would give another file.
-_FORMAT = "byte-level 1"
+Indices = npt.NDArray[np.int64]
+
+
+class Part(Contract):
+    """A run of tokens in a file. Paths start at the header's folder.
+
+    `ends` is a file of int64: where each document ends, counted in tokens from the part's first. Of tokens that were
+    made elsewhere, `largest` is the greatest id, and `largest_at` where it first stands.
+    """
+
+    path: str
+    dtype: str
+    offset: int = Field(default=0, ge=0, description="bytes before the first token")
+    tokens: int = Field(ge=0)
+    ends: str
+    documents: int = Field(ge=0)
+    largest: int | None = None
+    largest_at: int = 0
+
+
+class TokenHeader(Contract):
+    """What a prepared text holds. `vocabulary` is the number of the tokenizer's ids; None where the ids come as they
+    are, of `tokenizer` "none"."""
+
+    version: int = Field(default=1, ge=1, le=1)
+    tokenizer: str = "byte"
+    vocabulary: int | None = None
+    end_of_document: int | None = None
+    parts: tuple[Part, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Little-endian 16-bit tokens: the bytes of each document, then END_OF_DOCUMENT."""
+    """Tokens behind a header (`NAME.json`), or a bare file of little-endian 16-bit tokens (`NAME.tokens`).
+
+    The name is a hash of the tokens and of what made them.
+    """
 
     path: Path
 
     @cached_property
-    def tokens(self) -> npt.NDArray[np.uint16]:
-        """All tokens, memory-mapped."""
-        return np.memmap(self.path, dtype=TOKEN_TYPE, mode="r")
+    def header(self) -> TokenHeader:
+        """What the file says of itself. UserError if it cannot be read."""
+        if self.path.suffix == ".json":
+            return parse(TokenHeader, read_yaml(self.path, what="token"), source=str(self.path))
+        count = self.path.stat().st_size // TOKEN_TYPE.itemsize
+        part = Part(path=self.path.name, dtype=TOKEN_TYPE.str, tokens=count, ends="", documents=1)
+        return TokenHeader(parts=(part,))
 
     @property
     def count(self) -> int:
-        return self.path.stat().st_size // TOKEN_TYPE.itemsize
+        return self.header.tokens
+
+    @property
+    def tokenizer(self) -> str:
+        """What made the tokens: `byte`, a hash of a tokenizer.json, or `none` if they came as they are."""
+        return self.header.tokenizer
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens: memory-mapped if they lie in one part, else a copy."""
+        parts = self._parts
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @cached_property
+    def ends(self) -> Indices:
+        """Where each document ends: the number of tokens up to and with its last, ascending, int64 `[documents]`."""
+        made, before = [], 0
+        for part in self.header.parts:
+            if not part.ends:
+                made.append(np.array([part.tokens]))
+            else:
+                made.append(np.memmap(self.path.parent / part.ends, dtype="<i8", mode="r"))
+            made[-1] = made[-1] + before if before else made[-1]
+            before += part.tokens
+        return made[0] if len(made) == 1 else np.concatenate(made)
 
     def windows(self, sequence_length: int) -> int:
         """How many samples of `sequence_length` tokens, each with its next token, the text gives.
 
         UserError if it gives none.
         """
-        return _windows(self.count, sequence_length)
+        return windows_of(self.count, sequence_length)
+
+    def read(self, starts: Indices, length: int) -> Indices:
+        """Tokens [start, start + length) for each start, int64 `[starts, length]`; all of them must be there."""
+        if len(self._parts) == 1:
+            return self._parts[0][starts[:, None] + np.arange(length)].astype(np.int64)
+        made = np.empty((len(starts), length), dtype=np.int64)
+        firsts = np.searchsorted(self._bounds, starts, side="right") - 1
+        for row, start, index in zip(made, starts.tolist(), firsts.tolist(), strict=True):
+            filled = 0
+            while filled < length:
+                within = start + filled - int(self._bounds[index])
+                taken = self._parts[index][within : within + length - filled]
+                row[filled : filled + len(taken)] = taken
+                filled, index = filled + len(taken), index + 1
+        return made
+
+    @cached_property
+    def _parts(self) -> list[npt.NDArray[Any]]:
+        return [
+            np.memmap(
+                self.path.parent / part.path,
+                dtype=part.dtype,
+                mode="r",
+                offset=part.offset,
+                shape=part.tokens,
+            )
+            for part in self.header.parts
+        ]
+
+    @cached_property
+    def _bounds(self) -> Indices:
+        return np.cumsum([0, *(part.tokens for part in self.header.parts)])
 
 
 @dataclass(frozen=True)
@@ -70,7 +158,8 @@ class HeldOut:
 NOTHING_HELD_OUT = HeldOut()
 
 
-def _windows(tokens: int, sequence_length: int) -> int:
+def windows_of(tokens: int, sequence_length: int) -> int:
+    """The whole samples in so many tokens. UserError if there is none."""
     windows = (tokens - 1) // sequence_length
     if windows < 1:
         raise UserError(
@@ -80,147 +169,25 @@ def _windows(tokens: int, sequence_length: int) -> int:
     return windows
 
 
-def check_vocabulary(vocab_size: int) -> None:
-    """UserError if a model has fewer entries than the byte tokenizer makes."""
-    if vocab_size < VOCABULARY_SIZE:
+def check_vocabulary(tokens: TokenFile, vocab_size: int) -> None:
+    """UserError if a model has fewer entries than the tokenizer makes, or than ids that came as they are."""
+    header = tokens.header
+    if header.vocabulary is not None:
+        check_room(header.vocabulary, vocab_size, tokenizer=header.tokenizer)
+    for part in header.parts:
+        if part.largest is not None and part.largest >= vocab_size:
+            raise UserError(
+                f"data file {tokens.path.parent / part.path}: token {part.largest_at} is {part.largest}, but"
+                f" model.vocab_size = {vocab_size}; ids must be below it: set it to {part.largest + 1} or more, or give"
+                " the tokens of this model's tokenizer"
+            )
+
+
+def check_room(vocabulary: int, vocab_size: int, *, tokenizer: str) -> None:
+    """UserError if a tokenizer makes ids that a model of `vocab_size` has no entry for."""
+    if vocab_size < vocabulary:
+        name = "byte tokenizer" if tokenizer == "byte" else "tokenizer"
         raise UserError(
-            f"model.vocab_size = {vocab_size} is less than the byte tokenizer's {VOCABULARY_SIZE};"
-            f" set it to {VOCABULARY_SIZE} or more"
+            f"model.vocab_size = {vocab_size} is less than the {name}'s {vocabulary};"
+            f" set it to {vocabulary} or more"
         )
-
-
-def prepare_tokens(
-    path: Path | Literal["python-stdlib"], *, pattern: str = "*", cache_dir: Path
-) -> TokenFile:
-    """As `prepare_text`, of a source that no job names."""
-    return prepare_text(TextSource(path, pattern), cache_dir=cache_dir)
-
-
-def prepare_text(source: TextSource, *, cache_dir: Path) -> TokenFile:
-    """The token file of a text.
-
-    It lies in `cache_dir` under a name made of the content, so that the same text is written once.
-    Bytes are tokens: no encoding can be wrong. UserError names what is missing, empty or unreadable.
-    """
-    files = _files(source)
-    digest, text_bytes = _digest(files)
-    _check_text(source, files, text_bytes)
-    target = cache_dir / f"{digest}.tokens"
-    try:
-        if not target.exists():
-            _write(files, target)
-    except OSError as error:
-        raise UserError(
-            f"token file {target} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder with room"
-        ) from None
-    return TokenFile(target)
-
-
-def check_text(source: TextSource, *, sequence_length: int) -> int:
-    """The samples that a text gives, by the files' sizes alone. UserError if it is too short for one."""
-    files = _files(source)
-    text_bytes = sum(file.stat().st_size for file in files)
-    _check_text(source, files, text_bytes)
-    # Every document has an end.
-    return _windows(text_bytes + len(files), sequence_length)
-
-
-def _check_text(source: TextSource, files: Sequence[Path], text_bytes: int) -> None:
-    if not text_bytes:
-        where = f"{len(files)} files of " if len(files) > 1 else ""
-        raise UserError(
-            f"{source.field}.path = {str(source.path)!r}: {where}it holds no text; give a text that is not empty"
-        )
-
-
-def _files(source: TextSource) -> list[Path]:
-    path = source.path
-    if not isinstance(path, Path):
-        return _stdlib_files(source.field)
-    if os.path.isdir(path):
-        return _folder_files(path, source.pattern, source.field)
-    if not os.path.exists(path):
-        raise UserError(
-            f"{source.field}.path = {str(path)!r} does not exist; give a text file, a folder, or {PYTHON_STDLIB}"
-        )
-    return [path]
-
-
-def _folder_files(folder: Path, pattern: str, field: str) -> list[Path]:
-    """Regular files in the order of their relative paths; hidden files and folders are left out."""
-    try:
-        found = {path.relative_to(folder): path for path in folder.rglob(pattern)}
-        visible = [name for name in found if not any(part.startswith(".") for part in name.parts)]
-        files = [found[name] for name in sorted(visible) if found[name].is_file()]
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"{field}.pattern = {pattern!r} is no pattern for files below a folder ({error}); write *.txt, say"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"{field}.path = {str(folder)!r} cannot be listed: {error.strerror}; make it readable"
-        ) from None
-    if not files:
-        raise UserError(
-            f"{field}.pattern = {pattern!r} matches no file in {folder}; change the pattern or the folder"
-        )
-    return files
-
-
-def _stdlib_files(field: str) -> list[Path]:
-    """The standard library's own sources, tests left out, up to STDLIB_BYTES, in a stable order."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
-    files, total = [], 0
-    for name in names:
-        if _STDLIB_EXCLUDED.isdisjoint(name.parts):
-            size = (folder / name).stat().st_size
-            if total + size > STDLIB_BYTES:
-                break
-            total += size
-            files.append(folder / name)
-    if not files:
-        raise UserError(
-            f"{field}.path = {PYTHON_STDLIB!r}: {folder} holds no sources; give a text file or a folder instead"
-        )
-    return files
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    try:
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield chunk
-    except OSError as error:
-        raise UserError(
-            f"data file {file} cannot be read: {error.strerror}; make it readable or leave it out"
-        ) from None
-
-
-def _digest(files: Sequence[Path]) -> tuple[str, int]:
-    """Hash of every file's content and end, and the bytes of all."""
-    total, whole = 0, hashlib.sha256(_FORMAT.encode())
-    for file in files:
-        content = hashlib.sha256()
-        for chunk in _chunks(file):
-            total += len(chunk)
-            content.update(chunk)
-        whole.update(content.digest())
-    return whole.hexdigest()[:32], total
-
-
-def _write(files: Sequence[Path], target: Path) -> None:
-    """Write beside the target and rename: a reader sees a whole file or none."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".writing-", suffix=".tokens")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            for file in files:
-                for chunk in _chunks(file):
-                    stream.write(np.frombuffer(chunk, dtype=np.uint8).astype(TOKEN_TYPE).data)
-                stream.write(np.array([END_OF_DOCUMENT], dtype=TOKEN_TYPE).data)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise

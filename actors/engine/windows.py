@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from actors.engine.tokens import Indices
 from planner.errors import UserError
-
-Indices = npt.NDArray[np.int64]
 
 
 class WindowSplit:

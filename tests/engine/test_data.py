@@ -11,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.data import Samples, permuted, sample_positions
-from actors.engine.tokens import (
-    END_OF_DOCUMENT,
-    STDLIB_BYTES,
-    TOKEN_TYPE,
-    TokenFile,
-    check_vocabulary,
-    prepare_tokens,
-)
+from actors.engine.tokens import TOKEN_TYPE, TokenFile, check_vocabulary
+from actors.text.files import STDLIB_BYTES
+from actors.text.prepare import prepare_tokens
+from actors.text.tokenizer import BYTE_END
 from planner.errors import UserError
 
 
@@ -29,7 +25,7 @@ def _tokens(path: Path, content: bytes) -> TokenFile:
 
 def test_a_file_becomes_its_bytes_and_an_end_mark(tmp_path: Path) -> None:
     made = _tokens(tmp_path, b"a\xff\n")
-    assert made.tokens.tolist() == [97, 255, 10, END_OF_DOCUMENT]
+    assert made.tokens.tolist() == [97, 255, 10, BYTE_END]
     assert made.count == 4
 
 
@@ -39,7 +35,7 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     made = prepare_tokens(folder, pattern="*.txt", cache_dir=tmp_path / "cache")
-    assert made.tokens.tolist() == [ord("1"), END_OF_DOCUMENT, ord("2"), END_OF_DOCUMENT]
+    assert made.tokens.tolist() == [ord("1"), BYTE_END, ord("2"), BYTE_END]
 
 
 def test_the_same_content_is_written_once_and_other_content_apart(tmp_path: Path) -> None:
@@ -55,12 +51,12 @@ def test_the_same_content_is_written_once_and_other_content_apart(tmp_path: Path
     (folder / "1").write_bytes(b"hel")
     (folder / "2").write_bytes(b"lo")
     assert prepare_tokens(folder, cache_dir=tmp_path / "cache").count == 7
-    assert len(list((tmp_path / "cache").iterdir())) == 3
+    assert len(list((tmp_path / "cache").glob("*.tokens"))) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(UserError, match="cannot be written: Not a directory; set XDG_CACHE_HOME to"):
+    with pytest.raises(UserError, match=r"cannot be written to .*: Not a directory; set XDG_CACHE_HOME to"):
         prepare_tokens(tmp_path / "text.txt", cache_dir=tmp_path / "text.txt" / "cache")
 
 
@@ -112,10 +108,11 @@ def test_a_text_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
         Samples(made, sequence_length=8, global_batch_size=1, seed=0)
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
-    check_vocabulary(257)
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path: Path) -> None:
+    made = _tokens(tmp_path, b"text")
+    check_vocabulary(made, 257)
     with pytest.raises(UserError, match="vocab_size = 256"):
-        check_vocabulary(256)
+        check_vocabulary(made, 256)
 
 
 @settings(max_examples=80, deadline=None)

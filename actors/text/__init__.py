@@ -1,0 +1,1 @@
+"""Text of many formats to tokens on disk; neither torch nor ray."""

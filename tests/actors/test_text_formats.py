@@ -1,0 +1,259 @@
+"""Text of every format becomes the same tokens; what cannot be used is named with its place."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.data_settings import TextSource
+from actors.engine.tokens import TokenFile, check_vocabulary
+from actors.text import readers
+from actors.text.prepare import prepare_text
+from planner.errors import UserError
+
+DOCUMENTS = ["one\n", "zwei ü", "three\nlines\n"]
+EXPECTED = [*DOCUMENTS[0].encode(), 256, *DOCUMENTS[1].encode(), 256, *DOCUMENTS[2].encode(), 256]
+
+
+def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in documents))
+    return path
+
+
+def write_parquet(path: Path, documents: list[str], column: str = "text") -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({column: documents}), path, row_group_size=2)
+    return path
+
+
+def write_megatron(base: Path, documents: list[list[int]], dtype: str = "<u2") -> Path:
+    """A pair as Megatron's builder writes it; the path of its .idx."""
+    sizes = np.array([len(document) for document in documents], dtype="<i4")
+    item = np.dtype(dtype).itemsize
+    np.concatenate([np.array(document, dtype=dtype) for document in documents]).tofile(f"{base}.bin")
+    code = {"<u2": 8, "<i4": 4}[dtype]
+    starts = (np.cumsum(sizes, dtype=np.int64) - sizes) * item
+    with open(f"{base}.idx", "wb") as stream:
+        stream.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(sizes), len(sizes) + 1))
+        for array in (sizes, starts.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
+            stream.write(array.tobytes())
+    return Path(f"{base}.idx")
+
+
+def tokens_of(path: Path, cache: Path, **options: Any) -> TokenFile:
+    return prepare_text(TextSource(path, **options), cache_dir=cache)
+
+
+def test_every_text_format_gives_the_same_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for index, text in enumerate(DOCUMENTS):
+        (folder / f"{index}.txt").write_text(text)
+    sources = [
+        folder,
+        write_jsonl(tmp_path / "a.jsonl", DOCUMENTS),
+        write_parquet(tmp_path / "a.parquet", DOCUMENTS),
+    ]
+    for path in sources:
+        made = tokens_of(path, tmp_path / "cache")
+        assert made.tokens.tolist() == EXPECTED, path
+        assert made.ends.tolist() == [5, 13, 26], path
+
+
+def test_the_field_or_column_can_be_chosen(tmp_path: Path) -> None:
+    for path in (
+        write_jsonl(tmp_path / "a.jsonl", DOCUMENTS, "body"),
+        write_parquet(tmp_path / "a.parquet", DOCUMENTS, "body"),
+    ):
+        assert tokens_of(path, tmp_path / "cache", text_field="body").tokens.tolist() == EXPECTED
+        with pytest.raises(UserError, match=r"has no (field|column) 'text'; set data.field to .*: body"):
+            tokens_of(path, tmp_path / "cache")
+
+
+def test_a_format_can_be_chosen_against_the_suffix(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.txt", ["a"])
+    assert tokens_of(path, tmp_path / "cache", format="jsonl").count == 2
+    assert tokens_of(path, tmp_path / "cache").count > 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    documents=st.lists(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=30
+    )
+)
+def test_units_of_any_size_hold_the_same_tokens(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    path = write_jsonl(folder / "a.jsonl", documents)
+    whole = tokens_of(path, folder / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "UNIT_BYTES", 100)
+        cut = tokens_of(path, folder / "cut")
+    assert cut.tokens.tolist() == whole.tokens.tolist()
+    assert cut.ends.tolist() == whole.ends.tolist()
+    starts = np.arange(0, max(1, whole.count - 3))
+    assert (cut.read(starts, min(4, whole.count)) == whole.read(starts, min(4, whole.count))).all()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64])
+def test_a_text_is_the_same_in_pieces_of_any_size(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "zeile ü\n" * 20 + "ü" * 300
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(readers, "PIECE_BYTES", piece_bytes)
+    span = readers.Span(tmp_path / "a.txt", 0, len(text.encode()))
+    pieces = list(readers.pieces(span, "text", "text"))
+    assert "".join(piece.text.decode() for piece in pieces) == text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True] and len(pieces) > 2
+
+
+def test_megatron_and_numpy_are_read_where_they_lie(tmp_path: Path) -> None:
+    documents = [[1, 2, 3], [40000], [5, 6]]
+    flat = [id_ for document in documents for id_ in document]
+    write_megatron(tmp_path / "corpus", documents)
+    np.save(tmp_path / "flat.npy", np.array(flat, dtype=np.int64))
+    np.save(tmp_path / "rows.npy", np.array(flat, dtype=np.uint32).reshape(2, 3))
+    cache = tmp_path / "cache"
+    for name, ends in (
+        ("corpus", [3, 4, 6]),
+        ("corpus.idx", [3, 4, 6]),
+        ("flat.npy", [6]),
+        ("rows.npy", [3, 6]),
+    ):
+        made = tokens_of(tmp_path / name, cache)
+        assert made.tokens.tolist() == flat and made.ends.tolist() == ends
+        assert isinstance(made.tokens, np.memmap)
+        check_vocabulary(made, 40001)
+        with pytest.raises(
+            UserError, match=r"(corpus.bin|.npy): token 3 is 40000, but model.vocab_size = 40000;"
+        ):
+            check_vocabulary(made, 40000)
+    assert not list(cache.glob("*.tokens"))
+    # The name is that of the content: written again elsewhere it is the same, changed it is another.
+    (tmp_path / "copy").mkdir()
+    write_megatron(tmp_path / "copy" / "corpus", documents)
+    first = tokens_of(tmp_path / "corpus.idx", cache).path
+    assert tokens_of(tmp_path / "copy", cache).path == first
+    write_megatron(tmp_path / "corpus", [[1, 2, 4], [40000], [5, 6]])
+    assert tokens_of(tmp_path / "corpus", cache).path != first
+
+
+def test_several_token_files_are_one_text(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for index in range(3):
+        write_megatron(folder / f"part{index}", [[index, 1], [index, 2, 3]], "<i4")
+    made = tokens_of(folder, tmp_path / "cache")
+    assert made.tokens.tolist() == [0, 1, 0, 2, 3, 1, 1, 1, 2, 3, 2, 1, 2, 2, 3]
+    assert made.ends.tolist() == [2, 5, 7, 10, 12, 15]
+    assert made.read(np.array([0, 3, 9]), 6).tolist() == [
+        [0, 1, 0, 2, 3, 1],
+        [2, 3, 1, 1, 1, 2],
+        [3, 2, 1, 2, 2, 3],
+    ]
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def _bad(tmp_path: Path, name: str) -> Path:
+    if name == "line":
+        return _write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n{"text": \n')
+    if name == "not an object":
+        return _write(tmp_path / "a.jsonl", b'{"text": "a"}\n["b"]\n')
+    if name == "not text":
+        return _write(tmp_path / "a.jsonl", b'{"text": 3}\n')
+    if name == "parquet":
+        return _write(tmp_path / "a.parquet", b"PAR1 but no more")
+    if name == "numbers":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+        return tmp_path / "a.parquet"
+    if name == "floats":
+        np.save(tmp_path / "a.npy", np.zeros(3))
+        return tmp_path / "a.npy"
+    if name == "negative":
+        np.save(tmp_path / "a.npy", np.array([1, 2, -5, 3]))
+        return tmp_path / "a.npy"
+    if name == "no array":
+        return _write(tmp_path / "a.npy", b"something else")
+    index = write_megatron(tmp_path / "a", [[1, 2, 3], [4, 5]])
+    if name == "short bin":
+        _write(tmp_path / "a.bin", (tmp_path / "a.bin").read_bytes()[:-2])
+    elif name == "short idx":
+        _write(index, index.read_bytes()[:-8])
+    elif name == "no idx":
+        _write(index, b"something else, and long enough to be one of them")
+    elif name == "alone":
+        (tmp_path / "a.bin").unlink()
+    return index
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("line", r"a\.jsonl:3 is not a line of JSON \(.*\): {\"text\":; correct or remove it"),
+        ("not an object", r"a\.jsonl:2 is no JSON object but list"),
+        ("not text", r"a\.jsonl:1: field 'text' is no text but int; choose another by data.field"),
+        ("parquet", r"a\.parquet cannot be read: .*; make it readable or leave it out"),
+        ("numbers", r"column 'text' holds no text but int64; choose another"),
+        ("floats", r"a\.npy holds float64 of shape \(3,\); save token ids as integers"),
+        ("negative", r"a\.npy: token 2 is -5; ids start at 0"),
+        ("no array", r"a\.npy cannot be read"),
+        (
+            "short bin",
+            r"a\.idx tells of 10 bytes in a\.bin \(2 sequences of uint16\), but .*a\.bin has 8 bytes",
+        ),
+        ("short idx", r"a\.idx has 74 bytes, but its 2 sequences and 3 documents need 82; it was cut short"),
+        ("no idx", r"a\.idx is no index of Megatron's"),
+        ("alone", r"data file .*a\.idx has no a\.bin beside it; give both"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_a_line(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        tokens_of(_bad(tmp_path, name), tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_are_numbered_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "UNIT_BYTES", 50)
+    write_jsonl(tmp_path / "a.jsonl", ["text"] * 40)
+    with (tmp_path / "a.jsonl").open("a") as stream:
+        stream.write("oops\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:41 is not a line of JSON"):
+        tokens_of(tmp_path / "a.jsonl", tmp_path / "cache")
+
+
+def test_empty_files_are_left_out_and_told(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").touch()
+    told: list[str] = []
+    made = prepare_text(TextSource(folder), cache_dir=tmp_path / "cache", say=told.append)
+    assert made.tokens.tolist() == [97, 256]
+    assert told == [f"data file {folder / 'b.txt'} is empty and is left out"]
+
+
+def test_files_of_several_formats_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", DOCUMENTS)
+    (folder / "README.md").write_text("about")
+    with pytest.raises(
+        UserError, match=r"several formats: text \(README.md\), jsonl \(a.jsonl\); choose some by"
+    ):
+        tokens_of(folder, tmp_path / "cache")
+    assert tokens_of(folder, tmp_path / "cache", pattern="*.jsonl").tokens.tolist() == EXPECTED
