@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,20 @@ class Data(Text):
     end_of_document: str | int | None = Field(
         default=None, description="token or id that ends a document; null finds the tokenizer's"
     )
+
+    def source(self, base: Path, text: Text | None = None, *, field: str = "data") -> TextSource:
+        """The text, or another one that becomes tokens likewise, where it lies from `base`."""
+        text = text or self
+        return TextSource(
+            path=PYTHON_STDLIB if text.path == PYTHON_STDLIB else placed(base, text.path),
+            pattern=text.pattern,
+            field=field,
+            format=text.format,
+            text_field=text.field,
+            tokenizer=BYTE if self.tokenizer == BYTE else placed(base, self.tokenizer),
+            end_of_document=self.end_of_document,
+        )
+
     held_out: float | HeldOutText = Field(
         default=0.0,
         description="to validate with, never to train on: a share of the text's samples, or `{path, pattern}` of"
@@ -75,6 +90,11 @@ class Data(Text):
                 " mapping with the path of another text"
             )
         return value
+
+
+def placed(base: Path, path: str) -> Path:
+    """Where a path of a job lies from anywhere."""
+    return Path(base, os.path.expanduser(path))
 
 
 def named_in(data: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:

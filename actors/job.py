@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from actors.data_settings import BYTE, PYTHON_STDLIB, Data, Text, TextSource
+from actors.data_settings import Data, TextSource, placed
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
@@ -286,30 +285,18 @@ class Job(Contract):
 
     def text(self) -> TextSource:
         """What is trained on, where it lies."""
-        return self._source(self.data, field="data")
+        return self.data.source(self.base)
 
     def held_out_text(self) -> TextSource | None:
         """What is validated with, if it is a text of its own."""
         held_out = self.data.held_out
         if isinstance(held_out, float):
             return None
-        return self._source(held_out, field="data.held_out")
-
-    def _source(self, text: Text, *, field: str) -> TextSource:
-        tokenizer = self.data.tokenizer
-        return TextSource(
-            path=PYTHON_STDLIB if text.path == PYTHON_STDLIB else self.placed(text.path),
-            pattern=text.pattern,
-            field=field,
-            format=text.format,
-            text_field=text.field,
-            tokenizer=BYTE if tokenizer == BYTE else self.placed(tokenizer),
-            end_of_document=self.data.end_of_document,
-        )
+        return self.data.source(self.base, held_out, field="data.held_out")
 
     def placed(self, path: str) -> Path:
         """A path of the data section from anywhere."""
-        return Path(self.base, os.path.expanduser(path))
+        return placed(self.base, path)
 
     def weights_path(self) -> Path | None:
         """Where the first values come from."""

@@ -18,7 +18,7 @@ from actors.engine.windows import WindowSplit
 from actors.inventory import read_inventory
 from actors.job import Emulation, Job
 from actors.plan_task import plan_on_head
-from actors.text.prepare import prepare_text
+from actors.text.text import prepare_text
 from actors.time_scale import HostMeasurement, auto_time_scale
 from planner.cluster import Cluster
 from planner.cost.price import check_memory, price_plan, with_prediction
@@ -90,7 +90,7 @@ def prepare(job: Job, *, equal_batches: bool = False, say: Callable[[str], None]
 
 
 def _tokens(job: Job, source: TextSource, say: Callable[[str], None]) -> TokenFile:
-    tokens = prepare_text(source, cache_dir=cache_folder(), processes=os.cpu_count() or 1, say=say)
+    tokens = prepare_text(source, cache_dir=cache_folder(), say=say)
     check_vocabulary(tokens, job.model.vocab_size)
     return tokens
 

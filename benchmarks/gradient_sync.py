@@ -26,7 +26,7 @@ from gradient_sync_overlap import Overlap, measure_overlap, measure_real_overlap
 from gradient_sync_plans import DEPTHS, OVERLAP_DEPTHS
 from gradient_sync_schemes import SCHEMES, TARGETS, Cell, measure_schemes
 
-from actors.text.prepare import prepare_tokens
+from actors.text.text import prepare_tokens
 
 # b/t/d are block-, tensor- and device-wise.
 _HEAD = (

@@ -13,7 +13,7 @@ import torch
 from gradient_sync_plans import Degrees, host_cluster, make_plan
 
 from actors.job import Training
-from actors.text.prepare import prepare_tokens
+from actors.text.text import prepare_tokens
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
 

@@ -10,6 +10,7 @@ import typer
 from eth_service.commands import (
     checkpoint,
     compare,
+    data,
     export,
     import_,
     plan,
@@ -35,6 +36,7 @@ app.command("train")(train.train)
 app.add_typer(profile.app)
 app.add_typer(checkpoint.app)
 app.add_typer(runs.app)
+app.add_typer(data.app)
 app.command("import")(import_.import_)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)

@@ -10,7 +10,7 @@ from actors.engine.support import check_supported
 from actors.engine.windows import WindowSplit
 from actors.job import Job
 from actors.planning import emulated_plan, plan_request
-from actors.text.prepare import check_text
+from actors.text.text import check_text
 from planner.cluster import Cluster
 from planner.cost.plan_memory import check_memory
 from planner.plan import Plan

@@ -10,56 +10,45 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from actors.data_settings import TextSource
-from actors.engine.tokens import Part, TokenFile, TokenHeader, check_room, windows_of
+from actors.engine.tokens import Part, TokenFile, TokenHeader
 from actors.text.files import Format, files_of, format_of
 from actors.text.in_place import megatron_parts, numpy_parts
 from actors.text.readers import PIECE_BYTES, Span, pieces, raw, units_of, unreadable
 from actors.text.tokenizer import Tokenizer, load_tokenizer
 from planner.errors import UserError
 
-PREPARED = "prepared.json"
 # A part of every name: raise it when the same text would give other tokens.
 _FORMAT = "tokens 2"
 
 Progress = Callable[[int, int], None]
 
 
-def _silent(*_: object) -> None:
+def silent(*_: object) -> None:
     pass
 
 
-def prepare_tokens(
-    path: Path | Literal["python-stdlib"], *, pattern: str = "*", cache_dir: Path
-) -> TokenFile:
-    """As `prepare_text`, of a text that no job names."""
-    return prepare_text(TextSource(path, pattern), cache_dir=cache_dir)
-
-
-def prepare_text(
+def make_tokens(
     source: TextSource,
     *,
     cache_dir: Path,
     processes: int = 1,
-    say: Callable[[str], None] = _silent,
-    progress: Progress = _silent,
+    say: Callable[[str], None] = silent,
+    progress: Progress = silent,
 ) -> TokenFile:
     """The tokens of a text, in `cache_dir` under names made of their content, so that nothing is made twice.
 
     A try that was killed leaves whole parts, which the next one takes over. `progress` gets the units done and all of
     them; `say` is told of empty files, which are left out. UserError names what is missing, empty or unreadable.
     """
-    if isinstance(source.path, Path) and (prepared := _prepared(source)) is not None:
-        return prepared
     files = files_of(source)
     format_ = format_of(source, files)
     with _told_where(cache_dir):
         if format_ in ("megatron", "numpy"):
-            files = _filled(source, files, format_, say)
+            files = filled_files(source, files, format_, say)
             cache_dir.mkdir(parents=True, exist_ok=True)
             read = megatron_parts if format_ == "megatron" else numpy_parts
             header = TokenHeader(tokenizer="none", parts=tuple(read(files, cache_dir, say)))
@@ -69,24 +58,6 @@ def prepare_text(
         raise _no_text(source, files)
     with _told_where(cache_dir):
         return TokenFile(_write_header(header, cache_dir))
-
-
-def check_text(source: TextSource, *, sequence_length: int, vocab_size: int) -> int | None:
-    """What can be refused of a text without reading it: UserError if there is none, the tokenizer cannot be used or
-    makes more ids than `vocab_size`, or bytes are too few for a sample. Returns the samples, where sizes tell."""
-    if isinstance(source.path, Path) and (prepared := _prepared(source)) is not None:
-        return prepared.windows(sequence_length)
-    files = files_of(source)
-    format_ = format_of(source, files)
-    files = _filled(source, files, format_, _silent)
-    if format_ in ("megatron", "numpy"):
-        return None
-    tokenizer = load_tokenizer(source.tokenizer, source.end_of_document)
-    check_room(tokenizer.vocabulary, vocab_size, tokenizer=tokenizer.identity)
-    if format_ != "text" or tokenizer.identity != "byte" or not isinstance(source.path, Path):
-        return None
-    # Every document has an end.
-    return windows_of(sum(file.stat().st_size + 1 for file in files), sequence_length)
 
 
 @dataclass(frozen=True)
@@ -110,7 +81,7 @@ def _tokenized(
     progress: Progress,
 ) -> TokenHeader:
     tokenizer = load_tokenizer(source.tokenizer, source.end_of_document)
-    filled = _filled(source, files, format_, say)
+    filled = filled_files(source, files, format_, say)
     work = _Work(format_, source.text_field, source.tokenizer, source.end_of_document, cache_dir)
     units = units_of(filled, format_)
     for file in sorted(set(filled) - {span.path for unit in units for span in unit}):
@@ -128,7 +99,7 @@ def _tokenized(
     )
 
 
-def _filled(
+def filled_files(
     source: TextSource, files: Sequence[Path], format_: Format, say: Callable[[str], None]
 ) -> list[Path]:
     """The files that hold something; the others are told. UserError if none does, or one cannot be looked at."""
@@ -294,10 +265,6 @@ def _write_header(header: TokenHeader, folder: Path) -> Path:
     partial.write_text(content, encoding="utf-8")
     os.replace(partial, path)
     return path
-
-
-def _prepared(source: TextSource) -> TokenFile | None:
-    return None
 
 
 @contextmanager

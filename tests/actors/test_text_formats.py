@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from actors.data_settings import TextSource
 from actors.engine.tokens import TokenFile, check_vocabulary
 from actors.text import readers
-from actors.text.prepare import prepare_text
+from actors.text.text import prepare_text
 from planner.errors import UserError
 
 DOCUMENTS = ["one\n", "zwei ü", "three\nlines\n"]

@@ -12,7 +12,7 @@ from actors.checkpoints import DataIdentity, Manifest, Progress, check_continues
 from actors.data_settings import TextSource
 from actors.engine.tokens import NOTHING_HELD_OUT, TokenFile, check_vocabulary
 from actors.job import Training
-from actors.text.prepare import check_text, prepare_text
+from actors.text.text import check_text, prepare_text
 from planner.errors import UserError
 from tests.plans import make_model
 

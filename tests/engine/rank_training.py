@@ -12,7 +12,7 @@ import torch.distributed as dist
 from actors.engine.gradient_buffer import Piece
 from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
 from actors.job import LearningRate, Optimizer, Training
-from actors.text.prepare import prepare_tokens
+from actors.text.text import prepare_tokens
 from planner.parameters import Parameter, model_parameters
 from planner.plan import Plan
 from tests.engine.rank_pool import RankPool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.engine.data import Samples, permuted, sample_positions
 from actors.engine.tokens import TOKEN_TYPE, TokenFile, check_vocabulary
 from actors.text.files import STDLIB_BYTES
-from actors.text.prepare import prepare_tokens
+from actors.text.text import prepare_tokens
 from actors.text.tokenizer import BYTE_END
 from planner.errors import UserError
 

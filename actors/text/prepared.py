@@ -1,0 +1,67 @@
+"""Folders of tokens that were made ahead of a job: `eth data prepare` writes them, `data.path` names them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from actors.data_settings import BYTE, TextSource
+from actors.engine.tokens import TokenFile
+from actors.text.prepare import Progress, make_tokens
+from actors.text.tokenizer import load_tokenizer
+from planner.errors import UserError, read_yaml
+
+PREPARED = "prepared.json"
+
+
+def write_prepared(
+    source: TextSource, folder: Path, *, processes: int, say: Callable[[str], None], progress: Progress
+) -> TokenFile:
+    """Make a text's tokens in a folder, going on from the whole parts that lie there. PREPARED is written last."""
+    for left in (*folder.glob(".*.tokens.*"), *folder.glob(".*.ends.*")):
+        left.unlink()
+    made = make_tokens(source, cache_dir=folder, processes=processes, say=say, progress=progress)
+    partial = folder / f".{PREPARED}"
+    partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
+    os.replace(partial, folder / PREPARED)
+    return made
+
+
+def open_prepared(folder: Path) -> TokenFile | None:
+    """What a prepared folder holds; None if it is none. UserError if parts are missing or of another size."""
+    index = folder / PREPARED
+    if not index.is_file():
+        return None
+    told = read_yaml(index, what="prepared data")
+    name = told.get("header") if isinstance(told, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise UserError(f"{index} names no header; run eth data prepare again")
+    tokens = TokenFile(folder / name)
+    for part in tokens.header.parts:
+        path = folder / part.path
+        size = part.offset + part.tokens * np.dtype(part.dtype).itemsize
+        for file, wanted in ((path, size), (folder / part.ends, 8 * part.documents)):
+            held = file.stat().st_size if file.exists() else 0
+            if held != wanted:
+                raise UserError(
+                    f"data file {file} has {held} bytes and not {wanted}; delete it and run eth data prepare again"
+                )
+    return tokens
+
+
+def prepared_of(source: TextSource) -> TokenFile | None:
+    """The prepared folder that a job names as its text, if it is one. UserError if the job states another tokenizer."""
+    tokens = open_prepared(source.path) if isinstance(source.path, Path) else None
+    if tokens is None or source.tokenizer == BYTE:
+        return tokens
+    stated = load_tokenizer(source.tokenizer, source.end_of_document)
+    if tokens.tokenizer not in ("none", stated.identity):
+        raise UserError(
+            f"data.tokenizer = {str(source.tokenizer)!r} ({stated.identity}) did not make the tokens in {source.path}"
+            f" ({tokens.tokenizer}); prepare them anew, or leave data.tokenizer out"
+        )
+    return tokens
