@@ -178,7 +178,8 @@ class _Run:
 
         pending = deque(submit(i) for i in range(first, min(first + _AHEAD - 1, steps) + 1))
         for iteration in range(first, steps + 1):
-            reports = crew.collect(pending.popleft(), patience_seconds=self._patience(plan))
+            patience = self._patience(plan) * self._evaluation_rounds(plan, iteration)
+            reports = crew.collect(pending.popleft(), patience_seconds=patience)
             if iteration + _AHEAD <= steps:
                 pending.append(submit(iteration + _AHEAD))
             row = measurements.row(reports)
@@ -195,6 +196,13 @@ class _Run:
             self._observer.status("saving the last checkpoint")
             for saved in crew.finish_checkpoints(patience_seconds=_SAVE_PATIENCE_SECONDS):
                 self._observer.checkpoint(saved)
+
+    def _evaluation_rounds(self, plan: Plan, iteration: int) -> int:
+        """1, and what an evaluation adds: it is run in rounds of a global batch, none longer than an iteration."""
+        evaluation = self._job.evaluation
+        if not evaluation.due(iteration, steps=self._job.training.steps):
+            return 1
+        return 1 + -(-evaluation.samples // plan.global_batch_size)
 
     def _patience(self, plan: Plan) -> float:
         """How long the driver waits for a call: peers notice a lost rank sooner, by their own timeout."""

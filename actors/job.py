@@ -169,6 +169,21 @@ class Checkpointing(Contract):
         return seconds
 
 
+class Evaluation(Contract):
+    """When the loss of held-out samples is measured while training goes on; it changes nothing of training."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="iterations between two evaluations, the last step besides; null: none",
+    )
+    samples: int = Field(default=256, ge=1, description="how many held-out samples, if there are so many")
+
+    def due(self, iteration: int, *, steps: int) -> bool:
+        """Whether to evaluate after an iteration, counted from 1, of so many."""
+        return self.every is not None and (iteration % self.every == 0 or iteration == steps)
+
+
 class Emulation(Contract):
     """Emulated devices: `time_scale` wall seconds stand for one device second (`auto` picks the least
     that the host can keep up with); a byte measured on the host counts as `memory_scale` device bytes;
@@ -211,6 +226,7 @@ class Job(Contract):
     )
     runtime: Runtime = Runtime()
     checkpoint: Checkpointing = Checkpointing()
+    evaluation: Evaluation = Evaluation()
     emulation: Emulation | None = None
 
     _base: Path = PrivateAttr(default=Path())
@@ -230,6 +246,11 @@ class Job(Contract):
             raise ValueError(
                 f"training.sequence_length = {self.training.sequence_length} is more than the model's"
                 f" max_sequence_length = {self.model.max_sequence_length}; shorten it"
+            )
+        if self.evaluation.every is not None and self.data.held_out == 0:
+            raise ValueError(
+                f"evaluation.every = {self.evaluation.every}, but nothing is held out to evaluate on; set"
+                " data.held_out to a share such as 0.01, or to another text"
             )
         if self.emulation is not None and isinstance(self.cluster, Cluster) and not self.cluster.emulated:
             raise ValueError("emulation is given, but no node of the cluster says emulate: true")

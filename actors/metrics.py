@@ -11,6 +11,7 @@ from planner.describe import compute_end_seconds
 from planner.plan import Plan
 
 if TYPE_CHECKING:
+    from actors.engine.evaluation import Validation
     from actors.engine.trainer import IterationReport
 
 Row = dict[str, Any]
@@ -27,6 +28,7 @@ class Measurements:
         self._plan = plan
         self._scale = plan.emulation.time_scale if plan.cluster.emulated else 1.0
         self._ended: dict[int, float] = {}
+        self._validation: Row | None = None
 
     def row(self, reports: Mapping[int, IterationReport]) -> Row:
         """The row of one iteration from the reports of all ranks."""
@@ -34,12 +36,14 @@ class Measurements:
         first = reports[0]
         # From the end of the iteration before: what passes between two iterations counts as well.
         wall = max(r.end_time - self._ended.get(rank, r.start_time) for rank, r in reports.items())
-        self._ended = {rank: report.end_time for rank, report in reports.items()}
+        self._ended = {rank: _ready_time(report) for rank, report in reports.items()}
+        if first.validation is not None:
+            self._validation = _validation_row(first.validation, scale=self._scale)
         seconds = wall / self._scale
         row: Row = {
             "iteration": first.iteration,
-            "loss": first.loss if math.isfinite(first.loss) else None,
-            "gradient_norm": first.gradient_norm if math.isfinite(first.gradient_norm) else None,
+            "loss": finite(first.loss),
+            "gradient_norm": finite(first.gradient_norm),
             "learning_rate": first.learning_rate,
             "skipped": first.skipped,
             "loss_scale": first.loss_scale,
@@ -50,6 +54,9 @@ class Measurements:
             "tokens_per_second": plan.global_batch_size * plan.sequence_length / seconds,
             "pipelines": [self._pipeline(index, reports, seconds) for index in range(len(plan.pipelines))],
         }
+        if self._validation is not None:
+            # Every row has the latest, so that the last row alone says how the run stands.
+            row["validation"] = self._validation
         if plan.cluster.emulated:
             steps = sum(report.steps for report in reports.values())
             late = sum(report.late_steps for report in reports.values())
@@ -70,6 +77,28 @@ class Measurements:
             "predicted_end_seconds": _predicted_end(plan, index),
             "peak_tensor_bytes": max(reports[rank].peak_tensor_bytes for rank in ranks),
         }
+
+
+def _ready_time(report: IterationReport) -> float:
+    """When a rank could begin the next iteration: an evaluation between the two counts for neither."""
+    return report.end_time + (report.validation.seconds if report.validation else 0.0)
+
+
+def _validation_row(validation: Validation, *, scale: float) -> Row:
+    """An evaluation as rows show it; `seconds` are device seconds."""
+    return {
+        "iteration": validation.iteration,
+        "loss": finite(validation.loss),
+        "perplexity": finite(validation.perplexity),
+        "samples": validation.samples,
+        "tokens": validation.tokens,
+        "seconds": validation.seconds / scale,
+    }
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON can hold it: None for what is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _predicted_end(plan: Plan, pipeline: int) -> float | None:

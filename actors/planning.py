@@ -58,6 +58,7 @@ class Prepared:
             training=job.training,
             tokens=self.tokens,
             held_out=self.held_out,
+            evaluation=job.evaluation,
             timeout_seconds=job.runtime.timeout_seconds,
             deterministic=job.runtime.deterministic,
             on_nan=job.runtime.on_nan,

@@ -101,6 +101,7 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     parts = [
         f"{row['iteration']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss not finite",
+        *validation_words(row),
         f"{format_seconds(measured)} (predicted {format_seconds(predicted)}, {off:+.0%})",
         f"{_count(row['samples_per_second'])} samples/s",
     ]
@@ -115,6 +116,21 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     if seconds_left is not None:
         parts.append(f"ETA {_clock(seconds_left)}")
     return "  ".join(parts)
+
+
+def validation_words(row: Row) -> list[str]:
+    """What an evaluation right after an iteration found; empty for other iterations."""
+    validation = row.get("validation")
+    if validation is None or validation["iteration"] != row["iteration"]:
+        return []
+    if validation["loss"] is None:
+        return ["validation loss not finite"]
+    return [validation_figures(validation["loss"], validation["perplexity"])]
+
+
+def validation_figures(loss: float, perplexity: float | None) -> str:
+    """Loss of held-out samples, and what it means."""
+    return f"validation loss {loss:.4f} (perplexity {'beyond numbers' if perplexity is None else f'{perplexity:.4g}'})"
 
 
 def checkpoint_line(saved: SavedCheckpoint) -> str:
@@ -143,6 +159,8 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.first_loss is not None and summary.last_loss is not None:
         share = summary.last_loss / summary.first_loss
         lines.append(f"loss: {summary.first_loss:.4f} -> {summary.last_loss:.4f} ({share:.0%} of the first)")
+    if summary.validation_loss is not None:
+        lines.append(validation_figures(summary.validation_loss, summary.validation_perplexity))
     if summary.iteration_seconds is not None and summary.predicted_iteration_seconds is not None:
         off = summary.iteration_seconds / summary.predicted_iteration_seconds - 1
         lines.append(

@@ -22,6 +22,7 @@ class Summary:
 
     `iteration_seconds`, `samples_per_second` and `late_step_share` are medians over the iterations without
     the first, which warms up; `finish_spread` is that of `metrics.finish_spread` over the same.
+    `validation_loss` and `validation_perplexity` are of the last evaluation.
     """
 
     state: str
@@ -33,6 +34,8 @@ class Summary:
     wall_seconds: float
     first_loss: float | None = None
     last_loss: float | None = None
+    validation_loss: float | None = None
+    validation_perplexity: float | None = None
     iteration_seconds: float | None = None
     predicted_iteration_seconds: float | None = None
     samples_per_second: float | None = None
@@ -104,11 +107,14 @@ def summarize(
     if not rows:
         return Summary(**common)  # type: ignore[arg-type]
     steady = rows[1:] or rows
+    validation = rows[-1].get("validation") or {}
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     return Summary(
         **common,  # type: ignore[arg-type]
         first_loss=next(iter(losses), None),
         last_loss=losses[-1] if losses else None,
+        validation_loss=validation.get("loss"),
+        validation_perplexity=validation.get("perplexity"),
         iteration_seconds=median(row["iteration_seconds"] for row in steady),
         predicted_iteration_seconds=rows[-1]["predicted_iteration_seconds"],
         samples_per_second=median(row["samples_per_second"] for row in steady),

@@ -11,6 +11,21 @@ from eth_service.states import JobState
 from planner.plan import Plan, Predicted
 
 
+class ValidationFigures(BaseModel):
+    """What an evaluation of held-out samples found."""
+
+    model_config = ConfigDict(extra="allow")
+
+    iteration: int = Field(description="the one that it followed")
+    loss: float | None = Field(
+        description="mean cross-entropy of a counted token, in nats; null if not finite"
+    )
+    perplexity: float | None = Field(description="exp(loss)")
+    samples: int | None = None
+    tokens: int | None = None
+    seconds: float | None = Field(default=None, description="device seconds")
+
+
 class JobSummary(BaseModel):
     """One line of the job list."""
 
@@ -30,6 +45,7 @@ class JobSummary(BaseModel):
     iteration: int = Field(description="iterations done")
     steps: int = Field(description="iterations wanted")
     loss: float | None
+    validation: ValidationFigures | None = Field(description="of the latest evaluation; null without one")
     samples_per_second: float | None
 
 
@@ -126,6 +142,9 @@ class MetricsRow(BaseModel):
     tokens_per_second: float | None = None
     late_step_share: float | None = Field(
         default=None, description="emulated devices only: share of steps that the host was too slow for"
+    )
+    validation: ValidationFigures | None = Field(
+        default=None, description="of the latest evaluation, which may have followed an earlier iteration"
     )
     pipelines: list[PipelineMetrics] = Field(default_factory=list)
 

@@ -97,6 +97,7 @@ def _summary_fields(
         "iteration": latest.iteration if latest else 0,
         "steps": row.document["training"]["steps"],
         "loss": latest.loss if latest else None,
+        "validation": latest.validation if latest else None,
         "samples_per_second": latest.samples_per_second if latest else None,
     }
 

@@ -10,6 +10,20 @@ from actors.engine.model.loss import NOT_COUNTED
 from planner.plan import Plan, RankPlace
 
 
+def with_surplus(
+    inputs: torch.Tensor, labels: torch.Tensor, *, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels `[.., sequence]` with rows of token 0 behind them, whose labels are not counted, up to
+    `rows`."""
+    surplus, length = rows - inputs.shape[0], inputs.shape[1]
+    if not surplus:
+        return inputs, labels
+    return (
+        torch.cat([inputs, inputs.new_zeros(surplus, length)]),
+        torch.cat([labels, labels.new_full((surplus, length), NOT_COUNTED)]),
+    )
+
+
 class ReplicaBatches:
     """Cuts a pipeline's range of the global batch into micro-batches, and those by the stage's `rows`.
 
@@ -21,7 +35,6 @@ class ReplicaBatches:
         pipeline = plan.pipelines[place.pipeline]
         self._samples = samples
         self._device = device
-        self._sequence_length = plan.sequence_length
         self._micro_batch_size = pipeline.micro_batch_size
         self._first, self._last = plan.sample_ranges()[place.pipeline]
         self._rows = pipeline.stages[place.stage].row_range(place.replica)
@@ -31,10 +44,7 @@ class ReplicaBatches:
         start = self._first + index * self._micro_batch_size
         first, last = (min(start + row, self._last) for row in self._rows)
         inputs, labels = self._samples.batch(iteration, first, last)
-        surplus = (self._rows[1] - self._rows[0]) - (last - first)
-        if surplus:
-            inputs = torch.cat([inputs, inputs.new_zeros(surplus, self._sequence_length)])
-            labels = torch.cat([labels, labels.new_full((surplus, self._sequence_length), NOT_COUNTED)])
+        inputs, labels = with_surplus(inputs, labels, rows=self._rows[1] - self._rows[0])
         return inputs.to(self._device), labels.to(self._device)
 
     def draws(self, iteration: int, index: int) -> Draws:

@@ -85,6 +85,31 @@ class StageRunner:
         self._exchange.finish()
         return result
 
+    def forward_only(self, batch: Batch, *, micro_batches: int) -> list[torch.Tensor]:
+        """Forward steps alone, without dropout: on the last stage each micro-batch's loss, summed over its counted
+        tokens. Nothing is kept for a backward, so that it needs less memory than training does."""
+        model, activations = self._model, self._exchange.activations
+        losses: list[torch.Tensor] = []
+        activations.start(micro_batches)
+        model.eval()
+        try:
+            with torch.no_grad():
+                for index in range(micro_batches):
+                    inputs, labels = batch(index) if model.has_embedding or model.has_head else (None, None)
+                    if not model.has_embedding:
+                        inputs = activations.receive()
+                    assert inputs is not None
+                    with self._device.step("forward"):
+                        output = model(inputs, labels if model.has_head else None)
+                    if model.has_head:
+                        losses.append(output)
+                    else:
+                        activations.send(output)
+        finally:
+            model.train()
+        activations.finish()
+        return losses
+
     def _forward(self, micro_batch: int, batch: Batch, draws: DrawsOf, result: StageResult) -> None:
         model = self._model
         inputs, labels, received = None, None, None

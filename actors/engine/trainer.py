@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,9 @@ from actors.checkpoints import data_identity
 from actors.engine.agreement import Agreed, OnNan, agree, updates
 from actors.engine.batches import ReplicaBatches
 from actors.engine.checkpoint import SavedCheckpoint
-from actors.engine.data import Samples
+from actors.engine.data import HeldOutSamples, Samples
 from actors.engine.device import Device, make_device
+from actors.engine.evaluation import Evaluator, HeldOutBatches, Validation
 from actors.engine.exchange import Exchange
 from actors.engine.gradient_buffer import ParameterGradients, Piece
 from actors.engine.gradient_sync import CallTime
@@ -32,7 +33,7 @@ from actors.engine.transports import message_transports, slice_gather
 from actors.engine.update import UpdateMaker
 from actors.engine.weight_files import open_weights
 from actors.engine.weights import DTYPES, initial_parameter, save_weights, shard
-from actors.job import Training
+from actors.job import Evaluation, Training
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
 
@@ -55,6 +56,7 @@ class TrainerConfig:
     tokens: Path
     timeout_seconds: float
     held_out: HeldOut = NOTHING_HELD_OUT
+    evaluation: Evaluation = field(default_factory=Evaluation)
     deterministic: bool = False
     on_nan: OnNan = "stop"
     keep_checkpoints: int = 2
@@ -71,7 +73,8 @@ class IterationReport:
     forward, backward and optimizer steps of this iteration, `late_steps` those in which an emulated device's
     host could not keep up. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
     `events` count wall seconds from `start_time`. `saved` are the checkpoints that ended since the last report,
-    told by rank 0.
+    told by rank 0. `validation` is there where the iteration was followed by an evaluation, which no other figure
+    includes but for `peak_tensor_bytes`.
     """
 
     iteration: int
@@ -89,6 +92,7 @@ class IterationReport:
     loss_scale: float = 1.0
     events: tuple[Event, ...] = ()
     saved: tuple[SavedCheckpoint, ...] = ()
+    validation: Validation | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class Trainer:
             tokens = TokenFile(config.tokens)
             self._batches = _batches(config, tokens, self._place, self._device)
             self._runner = self._make_runner()
+            self._evaluator = self._make_evaluator(tokens)
             self._state = TrainingState(
                 plan=self._plan,
                 rank=rank,
@@ -189,6 +194,8 @@ class Trainer:
         peers are cut off, so that they fail as well."""
         try:
             report = self._run_iteration(iteration)
+            if self._config.evaluation.due(iteration, steps=self._config.training.steps):
+                report = self._with_validation(report)
             if checkpoint is not None:
                 self.save_checkpoint(checkpoint, iteration=iteration, loss=report.loss)
             return replace(report, saved=self._state.poll())
@@ -196,6 +203,15 @@ class Trainer:
             self._update.close()
             self._groups.abort()
             raise
+
+    def evaluate(self, iteration: int) -> Validation:
+        """The loss of held-out samples under the parameters as they are; a collective."""
+        with self._device.measuring():
+            return self._evaluator.run(iteration)
+
+    def _with_validation(self, report: IterationReport) -> IterationReport:
+        validation = self.evaluate(report.iteration)
+        return replace(report, validation=validation, peak_tensor_bytes=self._device.peak_tensor_bytes())
 
     def _run_iteration(self, iteration: int) -> IterationReport:
         self._iterations += 1
@@ -322,6 +338,17 @@ class Trainer:
             micro_batches=pipeline.micro_batches,
             before_last_backward=self._update.sync.arm if plan.overlap else None,
         )
+
+    def _make_evaluator(self, tokens: TokenFile) -> Evaluator:
+        held_out = HeldOutSamples(tokens, self._config.held_out, sequence_length=self._plan.sequence_length)
+        batches = HeldOutBatches(
+            plan=self._plan,
+            place=self._place,
+            held_out=held_out,
+            samples=self._config.evaluation.samples,
+            device=self._device.torch_device,
+        )
+        return Evaluator(place=self._place, runner=self._runner, batches=batches, device=self._device)
 
 
 def use_deterministic_algorithms(on: bool) -> None:

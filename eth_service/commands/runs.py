@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="runs", help="List, show and compare run folders.", no_args_is_help=True)
 
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="PNG to draw: losses over iterations and over time, samples a second of every pipeline"
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of a table")]
 
 
@@ -32,6 +38,8 @@ class RunLine:
     steps: int
     first_loss: float | None
     loss: float | None
+    validation_loss: float | None
+    validation_perplexity: float | None
     iteration_seconds: float | None
     samples_per_second: float | None
     checkpoints: int
@@ -53,13 +61,18 @@ def list_(
 
 
 @app.command()
-def show(run: Annotated[Path, typer.Argument(help="run folder")], json_: JsonOption = False) -> None:
+def show(
+    run: Annotated[Path, typer.Argument(help="run folder")],
+    json_: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
     """Show one run: its end, its plan, its losses on the way, its checkpoints."""
     from actors.checkpoints import checkpoints
     from actors.plan_table import plan_table
 
     line = _checked(run)
     kept = checkpoints(run / "checkpoints")
+    _plot([run], [line], plot)
     if json_:
         print(json.dumps({**asdict(line), "checkpoints": [str(checkpoint.path) for checkpoint in kept]}))
         return
@@ -72,6 +85,10 @@ def show(run: Annotated[Path, typer.Argument(help="run folder")], json_: JsonOpt
         out.print(plan_table(read_plan(run / "plan.json")))
     for row in _sampled(run, most=10):
         out.print(f"iteration {row['iteration']}: loss {_number(row['loss'])}", highlight=False)
+    if line.validation_loss is not None:
+        from actors.report import validation_figures
+
+        out.print(validation_figures(line.validation_loss, line.validation_perplexity), highlight=False)
     for checkpoint in kept:
         out.print(
             f"checkpoint after {checkpoint.iteration}: {checkpoint.path}", highlight=False, soft_wrap=True
@@ -80,12 +97,15 @@ def show(run: Annotated[Path, typer.Argument(help="run folder")], json_: JsonOpt
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="run folders, two or more")], json_: JsonOption = False
+    runs: Annotated[list[Path], typer.Argument(help="run folders, two or more")],
+    json_: JsonOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """Show runs side by side, with their losses at the same iterations."""
     if len(runs) < 2:
         raise UserError("eth runs compare needs two run folders or more; name another")
     lines = [_checked(run) for run in runs]
+    _plot(runs, lines, plot)
     losses = [{row["iteration"]: row["loss"] for row in _rows(run)} for run in runs]
     common = sorted(set.intersection(*(set(loss) for loss in losses)))
     shown = [common[round(i * (len(common) - 1) / 9)] for i in range(10)] if len(common) > 10 else common
@@ -103,6 +123,21 @@ def compare(
     out = console()
     out.print(_table(lines))
     out.print(table)
+
+
+def _plot(runs: list[Path], lines: list[RunLine], file: Path | None) -> None:
+    if file is None:
+        return
+    from eth_service.run_plots import PlottedRun, plot_runs
+
+    names = [line.name for line in lines]
+    # Runs of one job have its name: then their folders tell them apart.
+    if len(set(names)) < len(names):
+        names = [str(run) for run in runs]
+    plot_runs([PlottedRun(name, _rows(run)) for name, run in zip(names, runs, strict=True)], file)
+    from eth_service.commands.common import tell
+
+    tell(f"drew {file}")
 
 
 def _is_run(path: Path) -> bool:
@@ -123,6 +158,7 @@ def _line(run: Path) -> RunLine:
 
     job, summary, rows = read_job(run / "job.yaml"), read_summary(run), _rows(run)
     plan = read_plan(run / "plan.json") if (run / "plan.json").exists() else None
+    validation = (rows[-1].get("validation") if rows else None) or {}
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     counts = plan.cluster.counts.items() if plan else ()
     return RunLine(
@@ -135,6 +171,8 @@ def _line(run: Path) -> RunLine:
         steps=job.training.steps,
         first_loss=losses[0] if losses else None,
         loss=losses[-1] if losses else None,
+        validation_loss=validation.get("loss"),
+        validation_perplexity=validation.get("perplexity"),
         iteration_seconds=summary.get("iteration_seconds"),
         samples_per_second=summary.get("samples_per_second"),
         checkpoints=len(checkpoints(run / "checkpoints")),
@@ -175,7 +213,17 @@ def _table(lines: list[RunLine]) -> Table:
     from planner.units import format_seconds
 
     table = Table(pad_edge=False)
-    for heading in ("Run", "Model", "Devices", "State", "Iterations", "Loss", "Iteration", "Checkpoints"):
+    for heading in (
+        "Run",
+        "Model",
+        "Devices",
+        "State",
+        "Iterations",
+        "Loss",
+        "Validation",
+        "Iteration",
+        "Checkpoints",
+    ):
         table.add_column(heading, overflow="fold")
     for line in lines:
         seconds = line.iteration_seconds
@@ -186,6 +234,7 @@ def _table(lines: list[RunLine]) -> Table:
             line.state,
             f"{line.iterations}/{line.steps}",
             "" if line.first_loss is None else f"{_number(line.first_loss)} -> {_number(line.loss)}",
+            "" if line.validation_loss is None else _number(line.validation_loss),
             "" if seconds is None else format_seconds(seconds),
             str(line.checkpoints),
         )

@@ -5,14 +5,18 @@ import { number, svg } from "./dom.js";
 /**
  * A line through values at their iterations, with its lowest and highest value written beside it.
  * points: [[iteration, value]]; label: what is drawn, for those who do not see it; from: a value that the
- * scale must reach down to.
+ * scale must reach down to; marks: [[iteration, value]] of a second quantity, drawn as rings, and what it is.
  */
-export function line(points, { label, width, height, axis = true, from = Infinity }) {
+export function line(points, { label, width, height, axis = true, from = Infinity, marks = [], marksLabel = "" }) {
   const shown = points.filter(([, value]) => value !== null && value !== undefined);
   const left = axis ? 56 : 1;
-  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": describe(shown, label) });
+  const iterations = shown.map(([iteration]) => iteration);
+  const inside = ([iteration, value]) => Number.isFinite(value) && iteration >= iterations[0] && iteration <= iterations.at(-1);
+  const rings = marks.filter(inside);
+  const told = describe(shown, label) + (rings.length ? `; ${describe(rings, marksLabel)}` : "");
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": told });
   if (shown.length === 0) return chart;
-  const values = shown.map(([, value]) => value);
+  const values = [...shown, ...rings].map(([, value]) => value);
   const low = Math.min(from, ...values);
   const high = Math.max(...values);
   const first = shown[0][0];
@@ -34,6 +38,10 @@ export function line(points, { label, width, height, axis = true, from = Infinit
   chart.append(
     svg("polyline", { points: path, class: "line" }),
     svg("circle", { cx: x(end[0]), cy: y(end[1]), r: 2.5, class: "dot" }),
+    ...rings.map(([iteration, value]) => {
+      const title = svg("title", {}, `${marksLabel} ${number(value, 4)} after iteration ${iteration}`);
+      return svg("circle", { cx: x(iteration), cy: y(value), r: 3.5, class: "ring" }, title);
+    }),
   );
   return chart;
 }

@@ -169,13 +169,18 @@ async function followMetrics(job) {
   shown.draw?.(shown.rows);
   const points = shown.rows.map((row) => [row.iteration, row.loss]);
   const width = Math.max(240, byId("loss").clientWidth);
-  byId("loss").replaceChildren(line(points, { label: "Loss", width, height: 190 }));
+  // Rows carry the latest evaluation: each is drawn once, where it was made.
+  const marks = new Map(shown.rows.flatMap(({ validation: v }) => (v ? [[v.iteration, v.loss]] : [])));
+  byId("loss").replaceChildren(
+    line(points, { label: "Loss", width, height: 190, marks: [...marks], marksLabel: "Validation loss" }),
+  );
 }
 
 function showFigures(job, row) {
   const figures = [
     ["iteration", `${row?.iteration ?? 0} of ${job.steps}`],
     ["loss", number(row?.loss, 4)],
+    ...(row?.validation ? [["validation loss", validationFigures(row.validation)]] : []),
     ["samples/s", `${number(row?.samples_per_second)} (predicted ${number(job.predicted?.samples_per_second)})`],
     ["iteration time", `${seconds(row?.iteration_seconds)} (predicted ${seconds(job.predicted?.iteration_seconds)})`],
   ];
@@ -184,6 +189,10 @@ function showFigures(job, row) {
   byId("figures").replaceChildren(
     ...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
   );
+}
+
+function validationFigures({ iteration, loss, perplexity }) {
+  return `${number(loss, 4)} (perplexity ${number(perplexity, 4)}, after iteration ${iteration})`;
 }
 
 async function followLog(job) {

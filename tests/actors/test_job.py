@@ -156,6 +156,8 @@ def test_zero_stages_leave_a_way(tmp_path: Path) -> None:
         ({"emulation": {"time_scale": 0}}, "time_scale = 0"),
         ({"emulation": {"time_scale": "fast"}}, "emulation.time_scale: time_scale = 'fast' must be a number"),
         ({"emulation": {"time_scale": float("nan")}}, "time_scale = nan must be a number above 0, or auto"),
+        ({"evaluation": {"every": 10}}, "evaluation.every = 10, but nothing is held out to evaluate on; set"),
+        ({"evaluation": {"every": 0}}, "evaluation.every = 0"),
         ({"runtime": {"gradient_sync": "ring"}}, "runtime.gradient_sync = 'ring'"),
         ({"runtime": {"wire_dtype": "fp16"}}, "runtime.wire_dtype = 'fp16'"),
     ],

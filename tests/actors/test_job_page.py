@@ -13,6 +13,7 @@ from actors.data_settings import Data
 from actors.job import (
     Checkpointing,
     Emulation,
+    Evaluation,
     Job,
     LearningRate,
     Optimizer,
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "training.learning_rate.": LearningRate,
     "runtime.": Runtime,
     "checkpoint.": Checkpointing,
+    "evaluation.": Evaluation,
     "emulation.": Emulation,
     "": Job,
 }

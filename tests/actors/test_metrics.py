@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console as Terminal
 
+from actors.engine.evaluation import Validation
 from actors.engine.trainer import IterationReport
 from actors.metrics import Measurements, finish_spread
-from actors.report import Console
+from actors.report import Console, iteration_line
 from actors.run_folder import RunFolder
 from actors.summary import summarize
 from planner.cluster import resolve_cluster
@@ -76,6 +79,27 @@ def test_a_row_holds_device_seconds_and_every_pipeline_s_share() -> None:
         # The last backward, which is before the pipeline's last gradient block.
         assert 0 < pipeline["predicted_end_seconds"] < predicted.end_seconds
     assert finish_spread([row]) == pytest.approx(0.5)
+
+
+def test_an_evaluation_counts_for_no_iteration_and_stays_in_the_rows() -> None:
+    measurements = Measurements(emulated_plan())
+    measurements.row(reports(1, 100.0))
+    evaluated = {
+        rank: replace(
+            report, validation=Validation(iteration=2, loss=3.0, samples=8, tokens=256, seconds=5.0)
+        )
+        for rank, report in reports(2, 110.0).items()
+    }
+    rows = [measurements.row(evaluated), measurements.row(reports(3, 124.0))]
+    # It ended at 119, evaluated until 124, and the next one began at once.
+    assert [row["wall_seconds"] for row in rows] == pytest.approx([10.0, 9.0])
+    expected = {"iteration": 2, "loss": 3.0, "samples": 8, "tokens": 256}
+    for row in rows:
+        assert {key: row["validation"][key] for key in expected} == expected
+        assert row["validation"]["perplexity"] == pytest.approx(math.exp(3.0))
+        assert row["validation"]["seconds"] == pytest.approx(5.0 / SCALE)
+    assert "validation loss 3.0000 (perplexity 20.09)" in iteration_line(rows[0], steps=3, seconds_left=None)
+    assert "validation" not in iteration_line(rows[1], steps=3, seconds_left=None)
 
 
 def test_the_end_says_what_was_measured_and_where_it_lies(tmp_path: Path) -> None:

@@ -27,7 +27,13 @@ STEPS = 6
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Run]:
     """A run that went to its end: its folder, what it printed, and its process."""
     folder = tmp_path_factory.mktemp("finished")
-    run = Run([str(write_job(folder, steps=STEPS)), "--output", str(folder / "run")], folder)
+    job = write_job(
+        folder,
+        steps=STEPS,
+        data={"path": "text.txt", "held_out": 0.2},
+        evaluation={"every": 4, "samples": 12},
+    )
+    run = Run([str(job), "--output", str(folder / "run")], folder)
     code, out, err = run.end()
     assert code == 0, err
     return folder / "run", out, run
@@ -49,6 +55,20 @@ def test_every_iteration_has_a_row_with_every_pipeline(finished: tuple[Path, str
         for pipeline in row["pipelines"]:
             assert 0 < pipeline["end_seconds"] <= row["iteration_seconds"] * 1.01
             assert pipeline["predicted_end_seconds"] > 0
+
+
+def test_held_out_samples_are_evaluated_on_the_way_and_at_the_end(finished: tuple[Path, str, Run]) -> None:
+    folder, out, _ = finished
+    found = rows(folder)
+    assert ["validation" in row for row in found] == [iteration >= 4 for iteration in range(1, STEPS + 1)]
+    assert [row["validation"]["iteration"] for row in found[3:]] == [4, 4, STEPS]
+    last = found[-1]["validation"]
+    assert (last["samples"], last["tokens"]) == (12, 12 * 32)
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert last["loss"] < math.log(257) and last["loss"] < found[3]["validation"]["loss"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation_loss"] == last["loss"]
+    assert out.count(f"validation loss {last['loss']:.4f} (perplexity") == 2
 
 
 def test_the_weights_are_those_of_the_unsharded_model(finished: tuple[Path, str, Run]) -> None:

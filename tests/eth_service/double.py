@@ -106,8 +106,12 @@ class DriverDouble:
         self.folder.write_job(parse_job(job_values(), base=Path("/")))
         self.folder.write_plan(self.plan)
 
-    def iterate(self, iteration: int, *, loss: float = 2.0) -> None:
-        self.folder.append_metrics(metrics_row(iteration, loss=loss))
+    def iterate(self, iteration: int, *, loss: float = 2.0, validated: int | None = None) -> None:
+        """`validated` is the iteration that the latest evaluation followed."""
+        row = metrics_row(iteration, loss=loss)
+        if validated is not None:
+            row["validation"] = {"iteration": validated, "loss": 2.5, "perplexity": 12.18, "tokens": 64}
+        self.folder.append_metrics(row)
 
     def end(self, state: str, *, failure: str | None = None) -> None:
         self.folder.write_summary({"state": state, "failure": failure})

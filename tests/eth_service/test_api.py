@@ -40,7 +40,7 @@ def running_job(client: httpx.Client, cluster: ClusterDouble, *, iterations: int
     driver = DriverDouble(Path(cluster.commands[submission][-1]))
     driver.make_plan()
     for iteration in range(1, iterations + 1):
-        driver.iterate(iteration, loss=3.0 / iteration)
+        driver.iterate(iteration, loss=3.0 / iteration, validated=2 if iteration >= 2 else None)
     cluster.outputs[submission] = "first line\nsecond line\n"
     cluster.set(submission, AttemptStatus.RUNNING)
     wait_for(lambda: get(client, job_id)["state"] == "running", what="the job to run")
@@ -131,6 +131,10 @@ def test_a_running_job_shows_its_plan_with_measured_beside_predicted(
     job = get(client, job_id)
     assert job["plan"] == json.loads(driver.plan.model_dump_json())
     assert (job["iteration"], job["loss"], job["samples_per_second"]) == (3, 1.0, 9.75)
+    # Of an evaluation some iterations ago.
+    validation = {"iteration": 2, "loss": 2.5, "perplexity": 12.18, "tokens": 64}
+    for told in (job["validation"], job["latest"]["validation"]):
+        assert {key: told[key] for key in validation} == validation
     assert job["predicted"]["iteration_seconds"] == 0.5
     assert job["latest"]["iteration_seconds"] == 0.62
     first, second = job["pipelines"]

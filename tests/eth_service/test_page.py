@@ -78,7 +78,7 @@ def test_the_page_follows_a_job_from_queue_to_end(
 
     driver.make_plan()
     for iteration in range(1, 9):
-        driver.iterate(iteration, loss=5.0 / iteration)
+        driver.iterate(iteration, loss=5.0 / iteration, validated=4 if iteration >= 4 else None)
     cluster.outputs[f"eth-{job_id}-1"] = HOSTILE
     expect(page.locator("#detail-state")).to_have_text("running")
     expect(page.locator("#emulated")).to_contain_text("EMULATED")
@@ -89,8 +89,12 @@ def test_the_page_follows_a_job_from_queue_to_end(
     expect(first.locator(".live")).to_contain_text("6.5 samples/s (predicted 8)")
     expect(second.locator(".live")).to_contain_text("440 ms (predicted 390 ms)")
     expect(page.locator("#loss svg")).to_have_attribute(
-        "aria-label", "Loss: 5 at iteration 1, 0.625 at iteration 8"
+        "aria-label",
+        "Loss: 5 at iteration 1, 0.625 at iteration 8;"
+        " Validation loss: 2.5 at iteration 4, 2.5 at iteration 4",
     )
+    expect(page.locator("#loss svg .ring")).to_have_count(1)
+    expect(page.locator("#figures")).to_contain_text("2.5 (perplexity 12.18, after iteration 4)")
     expect(row).to_contain_text("8 of 20")
     expect(page.locator("#log")).to_have_text(HOSTILE)
     assert page.title() == "ETH service"

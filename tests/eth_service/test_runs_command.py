@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from eth_service.cli import main
+from eth_service.run_plots import PlottedRun, run_figure
 
 
 def make_run(folder: Path, name: str, losses: list[float | None], *, ended: bool = True) -> Path:
@@ -72,6 +76,54 @@ def test_runs_are_compared_where_both_were(tmp_path: Path, capsys: pytest.Captur
         {"iteration": 2, "losses": [2.0, 2.5]},
     ]
     assert "2.5000" in eth(capsys, "compare", one, other)[1]
+
+
+def with_evaluations(run: Path) -> None:
+    """Rows as a run of two pipelines that evaluates every second iteration writes them."""
+    rows, latest = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], None
+    for row in rows:
+        if row["iteration"] % 2 == 0:
+            latest = {"iteration": row["iteration"], "loss": row["loss"] + 0.5, "perplexity": 20.0}
+        row |= {
+            "iteration_seconds": 0.25,
+            "pipelines": [{"id": i, "samples_per_second": 10.0 * (i + 1)} for i in range(2)],
+        } | ({"validation": latest} if latest else {})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = make_run(tmp_path, "one", [3.0, 2.5, None, 2.0]), make_run(tmp_path, "other", [3.0, 2.0])
+    with_evaluations(other)
+    both = tmp_path / "both.png"
+    code, out, err = eth(capsys, "compare", one, other, "--plot", both)
+    assert code == 0 and "2.5000" in out and f"drew {both}" in err
+    assert both.read_bytes().startswith(b"\x89PNG\r\n") and both.stat().st_size > 10_000
+    code, out, _ = eth(capsys, "show", other, "--plot", tmp_path / "alone.png")
+    assert code == 0 and "validation loss 2.5000 (perplexity 20)" in out
+    assert (tmp_path / "alone.png").exists()
+    assert "must end in .png" in eth(capsys, "show", one, "--plot", tmp_path / "plot.pdf")[2]
+    assert "cannot be written" in eth(capsys, "show", one, "--plot", tmp_path / "none" / "plot.png")[2]
+    empty = make_run(tmp_path, "empty", [])
+    assert "nothing to draw" in eth(capsys, "show", empty, "--plot", both)[2]
+
+
+def test_what_is_drawn_is_what_was_measured() -> None:
+    evaluation = {"iteration": 2, "loss": 2.5}
+    rows: list[dict[str, Any]] = [
+        {"iteration": 1, "loss": 3.0, "iteration_seconds": 2.0, "pipelines": [{"samples_per_second": 8.0}]},
+        {"iteration": 2, "loss": None, "iteration_seconds": 4.0, "validation": evaluation, "emulated": True},
+        {"iteration": 3, "loss": 1.0, "iteration_seconds": 1.0, "validation": evaluation},
+    ]
+    by_iteration, by_time, speed = run_figure([PlottedRun("one", rows)]).axes
+    for axes, places in ((by_iteration, [1, 2, 3]), (by_time, [2.0, 6.0, 7.0])):
+        training, validation = axes.lines
+        assert np.asarray(training.get_xdata()).tolist() == places
+        assert np.asarray(training.get_ydata()).tolist() == pytest.approx([3.0, math.nan, 1.0], nan_ok=True)
+        assert np.asarray(validation.get_xydata()).tolist() == [[places[1], 2.5]]
+    assert np.asarray(speed.lines[0].get_ydata()).tolist() == pytest.approx(
+        [8.0, math.nan, math.nan], nan_ok=True
+    )
+    assert "emulated" in by_time.get_xlabel() and "emulated" in speed.get_ylabel()
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
