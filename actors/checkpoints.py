@@ -1,8 +1,8 @@
 """Checkpoints on disk: which of a folder are whole, what each is of, whether its bytes are still those that
 were written.
 
-A checkpoint is a folder `step-<iteration>` of torch's distributed checkpoint files. `manifest.json` is written last:
-without it the folder is what a crash left, and nothing reads it.
+A checkpoint is a folder `step-<iteration>` of torch's distributed checkpoint files, on a disk or in other storage
+(`actors.storage`). `manifest.json` is written last: without it the folder is what a crash left, and nothing reads it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar, cast
 
 from pydantic import Field
 
 from actors.job import Training
+from actors.storage import StoragePath, base_name, reason, remove_tree, rename, unusable
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec
 from planner.plan import Plan
@@ -26,6 +26,8 @@ from planner.plan import Plan
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK_BYTES = 1 << 20
+
+Place = TypeVar("Place", bound=StoragePath)
 
 
 class FileSum(Contract):
@@ -78,7 +80,7 @@ class Manifest(Contract):
 class Checkpoint:
     """One whole checkpoint."""
 
-    path: Path
+    path: StoragePath
     manifest: Manifest
 
     @property
@@ -124,22 +126,22 @@ def plan_line(plan: Plan) -> str:
     return f"{counts}: {pipelines}, ZeRO-{plan.zero_stage}"
 
 
-def checkpoint_path(folder: Path, iteration: int) -> Path:
+def checkpoint_path(folder: Place, iteration: int) -> Place:
     """Where the checkpoint after an iteration lies."""
-    return folder / f"step-{iteration:08d}"
+    return cast(Place, folder / f"step-{iteration:08d}")
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
+def checkpoints(folder: StoragePath) -> list[Checkpoint]:
     """The whole checkpoints of a folder, oldest first; empty if there is no such folder."""
     return [Checkpoint(path, read_manifest(path)) for path in _folders(folder) if (path / MANIFEST).exists()]
 
 
-def incomplete(folder: Path) -> list[Path]:
+def incomplete(folder: StoragePath) -> list[StoragePath]:
     """What saves that did not end have left."""
     return [path for path in _folders(folder) if not (path / MANIFEST).exists()]
 
 
-def latest(folder: Path) -> Checkpoint:
+def latest(folder: StoragePath) -> Checkpoint:
     """The newest whole checkpoint of a folder. UserError if there is none."""
     found = checkpoints(folder)
     if not found:
@@ -150,7 +152,7 @@ def latest(folder: Path) -> Checkpoint:
     return found[-1]
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: StoragePath) -> Manifest:
     """The manifest of a checkpoint. UserError if it cannot be read."""
     file = path / MANIFEST
     if not file.exists():
@@ -158,17 +160,18 @@ def read_manifest(path: Path) -> Manifest:
     return parse(Manifest, read_yaml(file, what="checkpoint manifest"), source=str(file))
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: StoragePath, manifest: Manifest) -> None:
     """Make a checkpoint whole: the manifest appears in one step, after everything that it lists."""
     partial = path / f".{MANIFEST}.writing"
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(manifest.model_dump_json(indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path / MANIFEST)
+    with partial.open("wb") as stream:
+        stream.write(manifest.model_dump_json(indent=1).encode() + b"\n")
+        if isinstance(path, Path):
+            stream.flush()
+            os.fsync(stream.fileno())
+    rename(partial, path / MANIFEST)
 
 
-def file_sum(path: Path) -> FileSum:
+def file_sum(path: StoragePath) -> FileSum:
     """Size and SHA-256 of a file, read a chunk at a time."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
@@ -185,7 +188,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
         try:
             found = file_sum(path)
         except OSError as error:
-            yield f"{path} cannot be read: {error.strerror}"
+            yield f"{path} cannot be read: {reason(error)}"
             continue
         if found.bytes != expected.bytes:
             yield f"{path} has {found.bytes} bytes and not {expected.bytes}"
@@ -203,7 +206,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 
 def check_continues(
-    manifest: Manifest, *, model: ModelSpec, training: Training, data: DataIdentity, source: Path
+    manifest: Manifest, *, model: ModelSpec, training: Training, data: DataIdentity, source: StoragePath
 ) -> None:
     """UserError unless a job goes on with what a checkpoint began.
 
@@ -251,7 +254,7 @@ def check_continues(
         )
 
 
-def prune(folder: Path, *, keep: int) -> list[Path]:
+def prune(folder: StoragePath, *, keep: int) -> list[StoragePath]:
     """Delete all but the newest `keep` whole checkpoints; returns those that are gone."""
     gone = [checkpoint.path for checkpoint in checkpoints(folder)[:-keep]]
     for path in gone:
@@ -259,21 +262,24 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
     return gone
 
 
-def delete(path: Path) -> None:
+def delete(path: StoragePath) -> None:
     """Delete a checkpoint. Its manifest goes first, so that it is never taken for a whole one."""
     (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    remove_tree(path)
 
 
-def is_checkpoint_folder(path: Path) -> bool:
+def is_checkpoint_folder(path: StoragePath) -> bool:
     """Whether a path is a checkpoint's, whole or not."""
-    return path.is_dir() and _NAME.fullmatch(path.resolve().name) is not None
+    return _NAME.fullmatch(base_name(path)) is not None and path.is_dir()
 
 
-def _folders(folder: Path) -> Sequence[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if is_checkpoint_folder(path))
+def _folders(folder: StoragePath) -> Sequence[StoragePath]:
+    try:
+        if isinstance(folder, Path) and not folder.is_dir():
+            return []
+        return sorted((path for path in folder.iterdir() if is_checkpoint_folder(path)), key=base_name)
+    except OSError as error:
+        raise unusable(folder, error) from None
 
 
 def model_difference(one: ModelSpec, other: ModelSpec) -> str | None:

@@ -20,6 +20,7 @@ from actors.inventory import NodeDevices
 from actors.pipeline import Outcome, PipelineActor
 from actors.placement import bundles, release, reserve
 from actors.processes import end_processes
+from actors.storage import StoragePath
 from actors.worker import MakeTrainer
 from planner.errors import UserError
 from planner.plan import Plan
@@ -86,7 +87,7 @@ class Crew:
             self._everywhere(lambda p: p.start.remote(config, rendezvous)), patience_seconds=_UP_SECONDS
         )
 
-    def submit(self, iteration: int, *, first: int = 1, checkpoint: Path | None = None) -> Pending:
+    def submit(self, iteration: int, *, first: int = 1, checkpoint: StoragePath | None = None) -> Pending:
         """Ask for an iteration; the workers begin it as soon as they have ended the one before.
 
         `first` is the run's first. The state after it is saved as `checkpoint`, while training goes on.

@@ -64,8 +64,9 @@ def run_job(
     """
     folder = RunFolder.check(output or default_folder(job), overwrite=overwrite, resume=resume)
     observer = observer or Silent()
-    prepared = prepare(job, equal_batches=equal_batches, say=observer.status)
     saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
+    saves.check_storage()
+    prepared = prepare(job, equal_batches=equal_batches, say=observer.status)
     start = saves.resume(job, prepared.data_identity(), observer.status) if resume else None
     if start is None:
         saves.check_new(folder.path)

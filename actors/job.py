@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from actors.data_settings import Data, TextSource, placed
+from actors.storage import StoragePath, storage_path
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
 from planner.model_spec import ModelSpec, resolve_model
@@ -141,7 +142,8 @@ class Checkpointing(Contract):
     directory: str | None = Field(
         default=None,
         min_length=1,
-        description="folder for checkpoints; the run folder's `checkpoints` unless given",
+        description="folder for checkpoints, or its URL (`s3://bucket/folder`); the run folder's `checkpoints`"
+        " unless given",
     )
 
     @field_validator("every", mode="before")
@@ -323,11 +325,11 @@ class Job(Contract):
         """Where the first values come from."""
         return None if self.weights is None else Path(self.base, self.weights).expanduser()
 
-    def checkpoint_folder(self, run_folder: Path) -> Path:
-        """Where the checkpoints of a run lie."""
+    def checkpoint_folder(self, run_folder: Path) -> StoragePath:
+        """Where the checkpoints of a run lie. UserError for a URL that cannot be it."""
         if self.checkpoint.directory is None:
             return run_folder / "checkpoints"
-        return Path(self.base, self.checkpoint.directory).expanduser().resolve()
+        return storage_path(self.checkpoint.directory, base=self.base, field="checkpoint.directory")
 
 
 def parse_job(data: object, *, base: Path, source: str = "job") -> Job:

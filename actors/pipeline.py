@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.coordinator import RankProcess, Rendezvous
 from actors.failure import FailureKind, RankFailure, rank_failure, root_cause
 from actors.placement import Bundle
+from actors.storage import StoragePath
 from actors.worker import MakeTrainer, WorkerActor
 from planner.plan import RankPlace
 
@@ -85,7 +86,7 @@ class Pipeline:
         """Build the engine on every rank."""
         return await self._everywhere(lambda worker: worker.start.remote(config, rendezvous))
 
-    async def run_iteration(self, iteration: int, first: int, checkpoint: Path | None) -> Outcome:
+    async def run_iteration(self, iteration: int, first: int, checkpoint: StoragePath | None) -> Outcome:
         """One iteration on every rank; results are IterationReports. `first` is the run's first iteration.
 
         Ray may start calls of an asynchronous actor out of order, so each waits for the iteration before it.

@@ -18,6 +18,7 @@ from actors.engine.windows import WindowSplit
 from actors.inventory import read_inventory
 from actors.job import Emulation, Job
 from actors.plan_task import plan_on_head
+from actors.storage import StoragePath
 from actors.text.text import prepare_text
 from actors.time_scale import HostMeasurement, auto_time_scale
 from planner.cluster import Cluster
@@ -49,7 +50,9 @@ class Prepared:
         """What a checkpoint of the job says of its data."""
         return data_identity(TokenFile(self.tokens), self.held_out)
 
-    def trainer_config(self, job: Job, plan: Plan, *, resume_from: Path | None = None) -> TrainerConfig:
+    def trainer_config(
+        self, job: Job, plan: Plan, *, resume_from: StoragePath | None = None
+    ) -> TrainerConfig:
         """What every rank is told; `resume_from` is the checkpoint to begin with."""
         from actors.engine.trainer import TrainerConfig
 

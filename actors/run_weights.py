@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from actors.checkpoints import checkpoints
 from actors.job import read_job
+from actors.storage import StoragePath
 from planner.errors import UserError
 
 
@@ -21,7 +23,13 @@ def run_weights(run: Path, *, checkpoint: int | None = None) -> Path:
     if checkpoint is not None:
         if checkpoint not in kept:
             raise UserError(f"--checkpoint {checkpoint}: {run} holds {_told(kept)}; name one that is there")
-        return kept[checkpoint]
+        path = kept[checkpoint]
+        if not isinstance(path, Path):
+            raise UserError(
+                f"--checkpoint {checkpoint}: {path} is not on this host; copy it into {run / 'checkpoints'} and remove"
+                " checkpoint.directory from the run's job.yaml"
+            )
+        return path
     final = run / "weights.safetensors"
     if not final.exists():
         remedy = f"name one with --checkpoint ({_told(kept)})" if kept else "name a run that has ended"
@@ -29,7 +37,7 @@ def run_weights(run: Path, *, checkpoint: int | None = None) -> Path:
     return final
 
 
-def _told(kept: dict[int, Path]) -> str:
+def _told(kept: Mapping[int, StoragePath]) -> str:
     if not kept:
         return "no whole checkpoint"
     return f"the checkpoints after iteration {', '.join(map(str, sorted(kept)))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,14 @@ from actors.checkpoints import (
     latest,
 )
 from actors.job import Checkpointing, Job
+from actors.storage import StoragePath, check_writable, lies_in, remove_tree
 from planner.errors import UserError
 
 
 class SaveSchedule:
     """The saves of one run in `folder`: every so many iterations or seconds, and after the last step."""
 
-    def __init__(self, settings: Checkpointing, folder: Path, *, steps: int) -> None:
+    def __init__(self, settings: Checkpointing, folder: StoragePath, *, steps: int) -> None:
         self._settings, self._folder, self._steps = settings, folder, steps
         self._since = time.monotonic()
 
@@ -34,15 +34,20 @@ class SaveSchedule:
         """Whether the run saves at all."""
         return self._settings.every is not None
 
-    def path_after(self, iteration: int) -> Path | None:
+    def path_after(self, iteration: int) -> StoragePath | None:
         """Where to save after an iteration; None if it is not due. To be asked once an iteration, in order."""
         if self.on and (self._due(iteration) or iteration == self._steps):
             return checkpoint_path(self._folder, iteration)
         return None
 
+    def check_storage(self) -> None:
+        """UserError if the run saves and its folder in other storage cannot be written to."""
+        if self.on:
+            check_writable(self._folder, field="checkpoint.directory")
+
     def check_new(self, run_folder: Path) -> None:
         """Before a run that starts anew: UserError if the job names a folder that holds another's checkpoints."""
-        if self.on and run_folder not in self._folder.parents and checkpoints(self._folder):
+        if self.on and not lies_in(self._folder, run_folder) and checkpoints(self._folder):
             raise UserError(
                 f"checkpoint.directory = {self._folder} holds checkpoints of an earlier run; add --resume to go on"
                 " from them, name another folder, or delete them (eth checkpoint delete)"
@@ -50,7 +55,7 @@ class SaveSchedule:
 
     def clear(self, run_folder: Path) -> None:
         """Delete what an earlier run left in the run folder that the new one overwrites, and nothing elsewhere."""
-        if run_folder not in self._folder.parents:
+        if not lies_in(self._folder, run_folder):
             return
         for path in [*(found.path for found in checkpoints(self._folder)), *incomplete(self._folder)]:
             delete(path)
@@ -69,7 +74,7 @@ class SaveSchedule:
         say(f"verifying {newest.path}")
         check_whole(newest)
         for path in incomplete(self._folder):
-            shutil.rmtree(path)
+            remove_tree(path)
         say(f"going on after iteration {newest.iteration}")
         return newest
 

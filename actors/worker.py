@@ -15,6 +15,7 @@ import ray
 from actors.coordinator import RankProcess, Rendezvous
 from actors.failure import FailureKind, RankFailure, classify, rank_failure
 from actors.network import bind_process_groups
+from actors.storage import StoragePath
 from planner.errors import UserError
 from planner.plan import RankPlace
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class RankTrainer(Protocol):
     """What a worker needs of the engine's Trainer."""
 
-    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport: ...
+    def run_iteration(self, iteration: int, checkpoint: StoragePath | None = None) -> IterationReport: ...
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]: ...
     def save_weights(self, path: Path) -> None: ...
     def close(self) -> None: ...
@@ -77,7 +78,9 @@ class Worker:
 
         return self._attempt(build)
 
-    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport | RankFailure:
+    def run_iteration(
+        self, iteration: int, checkpoint: StoragePath | None = None
+    ) -> IterationReport | RankFailure:
         """One iteration, counted from 1, after which the state is saved as `checkpoint`. Calls queue up and run
         in the order they were made."""
         return self._attempt(lambda: self._started().run_iteration(iteration, checkpoint))

@@ -12,6 +12,7 @@ import yaml
 
 from actors.data_settings import named_in, with_paths
 from actors.job import Job, parse_job
+from actors.storage import storage_path
 from eth_service.errors import ProblemError
 from eth_service.feasibility import check_feasible
 from planner.errors import UserError, load_yaml
@@ -67,7 +68,8 @@ def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
     if document["weights"] is not None:
         document["weights"] = _existing("weights", document["weights"], root)
     if checkpoint["directory"] is not None:
-        checkpoint["directory"] = str((root / checkpoint["directory"]).resolve())
+        place = storage_path(checkpoint["directory"], base=root, field="checkpoint.directory")
+        checkpoint["directory"] = str(place)
     return document
 
 
@@ -84,7 +86,7 @@ def _confine(data: dict[str, Any], root: Path) -> None:
         section if isinstance(section, dict) else {} for section in (data.get("data"), data.get("checkpoint"))
     )
     named = {field: data.get(field) for field in ("model", "weights", "cluster", "plan")} | {
-        "checkpoint.directory": checkpoint.get("directory"),
+        "checkpoint.directory": _local_path(checkpoint.get("directory"), root),
         **{f"data.{field}": value for field, value in named_in(text, "path")},
     }
     for field, value in named.items():
@@ -95,6 +97,14 @@ def _confine(data: dict[str, Any], root: Path) -> None:
             raise UserError(
                 f"data.{field} = {pattern!r} leads out of the folder; write a pattern such as *.txt"
             )
+
+
+def _local_path(directory: object, root: Path) -> object:
+    """The path that has to be below the root: None of a folder in other storage, which has no place there."""
+    if not isinstance(directory, str):
+        return directory
+    place = storage_path(directory, base=root, field="checkpoint.directory")
+    return str(place) if isinstance(place, Path) else None
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import date
 from difflib import get_close_matches
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -108,7 +107,13 @@ def load_yaml(text: str | bytes) -> object:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_yaml(path: Path, *, what: str) -> object:
+class TextFile(Protocol):
+    """A `pathlib.Path`, or the like of it in other storage; its name is its `str`."""
+
+    def read_text(self, encoding: str) -> str: ...
+
+
+def read_yaml(path: TextFile, *, what: str) -> object:
     """The content of a YAML or JSON file; a UserError that names the file if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shutil
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,11 +38,12 @@ from actors.checkpoints import (
     MANIFEST,
     FileSum,
     Manifest,
-    file_sum,
     prune,
     write_manifest,
 )
+from actors.engine.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
 from actors.engine.state_slices import StateSlice
+from actors.storage import StoragePath, remove_tree
 from planner.errors import UserError
 
 
@@ -54,7 +53,7 @@ class SavedCheckpoint:
     stood still, for the copy. A save that failed has an `error` and has left nothing."""
 
     iteration: int
-    path: Path
+    path: StoragePath
     bytes: int
     seconds: float
     pause_seconds: float
@@ -73,7 +72,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._saved: list[SavedCheckpoint] = []
 
-    def begin(self, path: Path, slices: Iterable[StateSlice], manifest: Manifest) -> None:
+    def begin(self, path: StoragePath, slices: Iterable[StateSlice], manifest: Manifest) -> None:
         """Copy what this rank saves, and write it while training goes on. Waits for the save before it."""
         start = time.monotonic()
         self._join()
@@ -100,7 +99,7 @@ class CheckpointWriter:
             self._thread = None
 
     def _save(
-        self, path: Path, staged: Sequence[StateSlice], manifest: Manifest, start: float, pause: float
+        self, path: StoragePath, staged: Sequence[StateSlice], manifest: Manifest, start: float, pause: float
     ) -> None:
         error, size = None, 0
         try:
@@ -114,7 +113,7 @@ class CheckpointWriter:
                 # What is half written would only fill the disk further.
                 with contextlib.suppress(OSError):
                     (path / MANIFEST).unlink(missing_ok=True)
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(path)
         if self._rank == 0:
             seconds = time.monotonic() - start
             self._saved.append(
@@ -122,7 +121,7 @@ class CheckpointWriter:
             )
 
 
-def load_slices(path: Path, slices: Iterable[StateSlice]) -> None:
+def load_slices(path: StoragePath, slices: Iterable[StateSlice]) -> None:
     """Fill slices from a checkpoint, whatever plan wrote it. Each rank reads by itself what it needs.
 
     UserError if it cannot be read or lacks an element. (`actors.checkpoints.check_whole` tells altered bytes.)
@@ -133,7 +132,7 @@ def load_slices(path: Path, slices: Iterable[StateSlice]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(
                 {},
-                storage_reader=dcp.FileSystemReader(path),
+                storage_reader=CheckpointFileReader(path),
                 planner=_SliceLoadPlanner(list(slices)),
                 no_dist=True,
             )
@@ -231,22 +230,25 @@ def _write_item(piece: StateSlice) -> WriteItem:
 
 
 def _write(
-    path: Path, staged: Sequence[StateSlice], manifest: Manifest, *, rank: int, group: dist.ProcessGroup
+    path: StoragePath,
+    staged: Sequence[StateSlice],
+    manifest: Manifest,
+    *,
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> int:
     """Write one checkpoint, a collective of the world: data, sums of every rank's files, manifest. The bytes
     of all of it."""
+    writer = CheckpointFileWriter(path)
     dcp.save(
         {},
-        storage_writer=dcp.FileSystemWriter(path),
+        storage_writer=writer,
         planner=_SliceSavePlanner(staged),
         process_group=group,
     )
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, _own_sums(path, rank), group=group)
-    failed = [answer for answer in told if isinstance(answer, str)]
-    if failed:
-        raise OSError(failed[0])
-    files: dict[str, FileSum] = {name: total for answer in told for name, total in answer.items()}
+    told: list[dict[str, FileSum]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(told, writer.sums, group=group)
+    files = {name: total for sums in told for name, total in sums.items()}
     if rank == 0:
         hidden = [name for name in files if not (path / name).exists()]
         if hidden:
@@ -256,17 +258,6 @@ def _write(
             )
         write_manifest(path, manifest.model_copy(update={"files": files}))
     return sum(total.bytes for total in files.values())
-
-
-def _own_sums(path: Path, rank: int) -> dict[str, FileSum] | str:
-    """The sums of the files that a rank wrote, or what went wrong."""
-    try:
-        own = [file for file in path.iterdir() if file.name.startswith(f"__{rank}_")]
-        if rank == 0:
-            own.append(path / ".metadata")
-        return {file.name: file_sum(file) for file in own}
-    except OSError as error:
-        return f"rank {rank}: {error}"
 
 
 def _cause(error: BaseException) -> str:

@@ -34,6 +34,7 @@ from actors.engine.update import UpdateMaker
 from actors.engine.weight_files import open_weights
 from actors.engine.weights import DTYPES, initial_parameter, save_weights, shard
 from actors.job import Evaluation, Training
+from actors.storage import StoragePath
 from planner.plan import Plan, RankPlace, StagePlan
 from planner.timeline import Event, Kind
 
@@ -60,7 +61,7 @@ class TrainerConfig:
     deterministic: bool = False
     on_nan: OnNan = "stop"
     keep_checkpoints: int = 2
-    resume_from: Path | None = None
+    resume_from: StoragePath | None = None
     weights: Path | None = None
 
 
@@ -189,7 +190,7 @@ class Trainer:
         """The rank's parameters."""
         return self._handles
 
-    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport:
+    def run_iteration(self, iteration: int, checkpoint: StoragePath | None = None) -> IterationReport:
         """One iteration, counted from 1; afterwards begin to save its state as `checkpoint`. If it fails, the
         peers are cut off, so that they fail as well."""
         try:
@@ -296,7 +297,7 @@ class Trainer:
         self._loss_scale.saw(finite=agreed.finite)
         return updates(agreed, iteration=iteration, on_nan=self._config.on_nan, place=self._place)
 
-    def save_checkpoint(self, path: Path, *, iteration: int, loss: float) -> None:
+    def save_checkpoint(self, path: StoragePath, *, iteration: int, loss: float) -> None:
         """Begin to save the state after an iteration, on every rank; later reports and `finish_checkpoints` tell
         what became of it."""
         self._device.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from actors.engine.state_slices import (
     shard_slices,
 )
 from actors.job import Training
+from actors.storage import StoragePath
 from planner.plan import Plan
 
 
@@ -53,7 +53,7 @@ class TrainingState:
         self._writer = CheckpointWriter(rank=rank, group=group, keep=keep)
         self.updates = 0
 
-    def save(self, path: Path, *, iteration: int, loss: float) -> None:
+    def save(self, path: StoragePath, *, iteration: int, loss: float) -> None:
         """Begin to save the state after an iteration, on every rank; `poll` tells when it is whole."""
         manifest = Manifest(
             progress=Progress(
@@ -80,7 +80,7 @@ class TrainingState:
         """Wait for the save under way, then as `poll`."""
         return self._writer.finish()
 
-    def load(self, path: Path) -> None:
+    def load(self, path: StoragePath) -> None:
         """Take over a checkpoint's state. UserError if it is of another training, or cannot be read."""
         manifest = read_manifest(path)
         check_continues(

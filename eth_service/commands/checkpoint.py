@@ -13,12 +13,15 @@ from planner.units import format_bytes
 
 if TYPE_CHECKING:
     from actors.checkpoints import Checkpoint
+    from actors.storage import StoragePath
 
 app = typer.Typer(
     name="checkpoint", help="Look at, verify and delete the checkpoints of a run.", no_args_is_help=True
 )
 
-Folder = Annotated[Path, typer.Argument(help="run folder, folder of checkpoints, or one checkpoint")]
+Folder = Annotated[
+    str, typer.Argument(help="run folder, folder of checkpoints (s3://bucket/folder too), or one checkpoint")
+]
 
 
 @app.command("list")
@@ -68,6 +71,11 @@ def verify(folder: Folder) -> None:
         bad += bool(told)
         for line in told:
             print(line)
+        if told:
+            print(
+                f"{checkpoint.path} is not whole: delete it (eth checkpoint delete {checkpoint.path}); eth train"
+                " --resume then goes on from the one before it"
+            )
         if not told:
             print(
                 f"{checkpoint.path} is whole: {len(checkpoint.manifest.files)} files, {format_bytes(checkpoint.bytes)}"
@@ -77,30 +85,56 @@ def verify(folder: Folder) -> None:
 
 
 @app.command()
-def delete(checkpoint: Annotated[Path, typer.Argument(help="one checkpoint, a folder step-...")]) -> None:
+def delete(checkpoint: Annotated[str, typer.Argument(help="one checkpoint, a folder step-...")]) -> None:
     """Delete one checkpoint."""
     from actors.checkpoints import delete as delete_checkpoint
     from actors.checkpoints import is_checkpoint_folder
+    from actors.storage import unusable
 
-    if not is_checkpoint_folder(checkpoint):
+    path = _place(checkpoint)
+    if not is_checkpoint_folder(path):
         raise UserError(
             f"{checkpoint} is not a checkpoint; name a folder step-... (eth checkpoint list shows them)"
         )
-    delete_checkpoint(checkpoint)
+    try:
+        delete_checkpoint(path)
+    except OSError as error:
+        raise unusable(path, error) from None
     print(f"deleted {checkpoint}")
 
 
-def _found(folder: Path) -> list[Checkpoint]:
-    """The checkpoints that a folder means; UserError if there are none."""
+def _found(named: str) -> list[Checkpoint]:
+    """The checkpoints that a folder or a run means; UserError if there are none."""
     from actors.checkpoints import MANIFEST, Checkpoint, checkpoints, read_manifest
+    from actors.storage import unusable
 
-    if not folder.is_dir():
+    folder = _place(named)
+    if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name a run folder or a checkpoint")
-    if (folder / MANIFEST).exists():
-        return [Checkpoint(folder, read_manifest(folder))]
-    found = checkpoints(folder / "checkpoints") or checkpoints(folder)
+    try:
+        if (folder / MANIFEST).exists():
+            return [Checkpoint(folder, read_manifest(folder))]
+    except OSError as error:
+        raise unusable(folder, error) from None
+    found = checkpoints(_of_run(folder)) or checkpoints(folder)
     if not found:
         raise UserError(
             f"{folder} holds no whole checkpoint; runs save them where the job says checkpoint.every"
         )
     return found
+
+
+def _place(named: str) -> StoragePath:
+    from actors.storage import storage_path
+
+    # A local path stays as it was written, so that what is printed can be found again.
+    return storage_path(named, base=Path(), field="folder") if "://" in named else Path(named)
+
+
+def _of_run(folder: StoragePath) -> StoragePath:
+    """Where the checkpoints of a run folder lie, also where its job names another place."""
+    if isinstance(folder, Path) and (job := folder / "job.yaml").is_file():
+        from actors.job import read_job
+
+        return read_job(job).checkpoint_folder(folder)
+    return folder / "checkpoints"

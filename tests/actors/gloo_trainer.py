@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.storage import StoragePath
 from actors.worker import MakeTrainer
 
 
@@ -56,7 +57,7 @@ class GlooTrainer:
             timeout=timedelta(seconds=config.timeout_seconds),
         )
 
-    def run_iteration(self, iteration: int, checkpoint: Path | None = None) -> IterationReport:
+    def run_iteration(self, iteration: int, checkpoint: StoragePath | None = None) -> IterationReport:
         if self._fault and (self._rank, iteration) == (self._fault.rank, self._fault.iteration):
             self._fault.do()
         total = torch.tensor([float(self._rank + iteration)])

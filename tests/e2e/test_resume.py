@@ -10,24 +10,33 @@ from pathlib import Path
 import pytest
 
 from actors.checkpoints import checkpoints
+from actors.storage import StoragePath, storage_path
 from eth_service.run_files import MetricsFile
 from planner.plan import Dtypes, PlanEmulation, read_plan
 from tests.e2e.runs import Run, wait_until, write_job
+from tests.object_storage import BUCKET, ObjectStorage
 from tests.plans import make_plan
 
 STEPS = 12
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_under_another_plan(tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=STEPS, checkpoint={"every": 3, "keep": 2})
+@pytest.mark.parametrize("directory", [None, f"s3://{BUCKET}/killed"])
+def test_a_killed_run_goes_on_under_another_plan(
+    tmp_path: Path, directory: str | None, storage: ObjectStorage
+) -> None:
+    settings = {"every": 3, "keep": 2} | ({} if directory is None else {"directory": directory})
+    job = write_job(tmp_path, steps=STEPS, checkpoint=settings)
     folder = tmp_path / "run"
+    saves: StoragePath = folder / "checkpoints"
+    if directory is not None:
+        saves = storage_path(directory, base=tmp_path, field="checkpoint.directory")
     killed = Run([str(job), "--output", str(folder)], tmp_path)
-    assert wait_until(lambda: len(checkpoints(folder / "checkpoints")) > 0)
+    assert wait_until(lambda: len(checkpoints(saves)) > 0)
     os.killpg(killed.process.pid, signal.SIGKILL)
     killed.end()
     assert killed.leaves_nothing()
-    begun = checkpoints(folder / "checkpoints")[-1].iteration
+    begun = checkpoints(saves)[-1].iteration
     assert 3 <= begun < STEPS
 
     old = read_plan(tmp_path / "plan.json")
@@ -49,6 +58,20 @@ def test_a_killed_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
     # Parameters that began anew would lose nearly as much as those of the first iteration did.
     assert rows[begun]["loss"] < rows[0]["loss"] - 0.5 * (rows[0]["loss"] - rows[begun - 1]["loss"])
-    assert [kept.iteration for kept in checkpoints(folder / "checkpoints")] == [9, STEPS]
+    assert [kept.iteration for kept in checkpoints(saves)] == [9, STEPS]
     assert json.loads((folder / "summary.json").read_text())["iterations"] == STEPS
     assert resumed.leaves_nothing()
+    if directory is not None:
+        assert not (folder / "checkpoints").exists()
+        assert {"step-00000009", "step-00000012"} == {name.split("/")[1] for name in storage.names("killed")}
+
+
+def test_a_bucket_that_is_not_there_is_told_before_anything_starts(
+    tmp_path: Path, storage: ObjectStorage
+) -> None:
+    job = write_job(tmp_path, steps=STEPS, checkpoint={"every": 3, "directory": "s3://none/folder"})
+    refused = Run([str(job), "--output", str(tmp_path / "run")], tmp_path)
+    code, _, err = refused.end()
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("eth: checkpoint.directory = s3://none/folder cannot be used: ")
+    assert not (tmp_path / "run").exists()

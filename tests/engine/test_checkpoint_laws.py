@@ -27,6 +27,7 @@ from actors.engine.state_slices import StateSlice
 from actors.engine.trainer import IterationReport, TrainerConfig
 from actors.engine.weights import DTYPES
 from actors.job import Optimizer, Training
+from actors.storage import StoragePath
 from planner.errors import UserError
 from planner.parameters import model_parameters
 from planner.plan import Plan
@@ -65,7 +66,7 @@ class Run:
 
 
 def _run_rank(
-    rank: int, config: TrainerConfig, first: int, last: int, folder: Path, save_after: tuple[int, ...]
+    rank: int, config: TrainerConfig, first: int, last: int, folder: StoragePath, save_after: tuple[int, ...]
 ) -> RankRun:
     trainer = make_trainer(config, rank)
     reports = [
@@ -83,12 +84,12 @@ def run(
     plan: Plan,
     training: Training,
     tokens: Path,
-    folder: Path,
+    folder: StoragePath,
     *,
     first: int,
     last: int,
     save_after: Sequence[int] = (),
-    resume_from: Path | None = None,
+    resume_from: StoragePath | None = None,
 ) -> Run:
     config = TrainerConfig(
         plan=plan, training=training, tokens=tokens, timeout_seconds=30, resume_from=resume_from
@@ -228,7 +229,7 @@ def _resave_rank(rank: int, config: TrainerConfig, path: Path) -> None:
     trainer.close()
 
 
-def whole_state(path: Path, plan: Plan) -> Tensors:
+def whole_state(path: StoragePath, plan: Plan) -> Tensors:
     """Every tensor of a checkpoint, whole."""
     states = ["exp_avg", "exp_avg_sq"] + ([] if plan.dtypes.param == "fp32" else ["master"])
     found: Tensors = {}
@@ -298,7 +299,9 @@ def test_a_checkpoint_is_whole_and_the_newest_stay(rank_pool: RankPool, tokens: 
     for checkpoint in kept:
         assert list(problems(checkpoint)) == []
         assert checkpoint.bytes == sum(
-            file.stat().st_size for file in checkpoint.path.iterdir() if file.name != "manifest.json"
+            file.stat().st_size
+            for file in checkpoint_path(tmp_path, checkpoint.iteration).iterdir()
+            if file.name != "manifest.json"
         )
     # Parameters and two moments in fp32, each element once, and what the format adds.
     elements = sum(parameter.numel for parameter in model_parameters(UNLIKE.model))
@@ -325,7 +328,7 @@ def saved_once(rank_pool: RankPool, tokens: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("saved")
     training = training_of(STAGES, steps=4)
     (done,) = run(rank_pool, STAGES, training, tokens, folder, first=1, last=1, save_after=[1]).saved
-    return done.path
+    return checkpoint_path(folder, done.iteration)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from actors.checkpoints import check_whole, checkpoint_path, checkpoints, incomp
 from actors.engine.checkpoint import load_slices
 from actors.engine.state_slices import StateSlice
 from actors.engine.trainer import Trainer, TrainerConfig
+from actors.storage import StoragePath
 from planner.parameters import model_parameters
 from tests.engine.law_plans import plan_of
 from tests.engine.rank_training import training_of, write_tokens
@@ -38,7 +39,7 @@ def _train_and_save(rank: int, config: TrainerConfig, port: int, folder: Path) -
         trainer.run_iteration(iteration, checkpoint_path(folder, iteration))
 
 
-def _whole(path: Path) -> dict[str, torch.Tensor]:
+def _whole(path: StoragePath) -> dict[str, torch.Tensor]:
     found = {f"model.{p.name}": torch.empty(p.shape) for p in model_parameters(PLAN.model)}
     load_slices(
         path,

@@ -1,9 +1,10 @@
-"""`eth checkpoint` on checkpoints as a run leaves them, and on what is none."""
+"""`eth checkpoint` on checkpoints as a run leaves them, on a disk and in an object store, and on what is none."""
 
 from __future__ import annotations
 
 import json
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from actors.checkpoints import (
     DataIdentity,
     Manifest,
+    Place,
     Progress,
     checkpoint_path,
     file_sum,
@@ -19,17 +21,31 @@ from actors.checkpoints import (
     write_manifest,
 )
 from actors.job import Training
+from actors.run_weights import run_weights
+from actors.storage import RemotePath, StoragePath
 from eth_service.cli import main
+from planner.errors import UserError
+from tests.object_storage import BUCKET, ObjectStorage
 from tests.plans import make_model
 
 
-def make_checkpoint(folder: Path, iteration: int) -> Path:
+def write(path: StoragePath, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+
+
+def read(path: StoragePath) -> bytes:
+    with path.open("rb") as stream:
+        return bytes(stream.read())
+
+
+def make_checkpoint(folder: Place, iteration: int) -> Place:
     """A whole checkpoint of two files."""
     path = checkpoint_path(folder, iteration)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     names = ("__0_0.distcp", ".metadata")
     for name in names:
-        (path / name).write_bytes(name.encode() * 1000 + bytes([iteration]))
+        write(path / name, name.encode() * 1000 + bytes([iteration]))
     manifest = Manifest(
         progress=Progress(iteration=iteration, updates=iteration),
         model=make_model(),
@@ -45,12 +61,17 @@ def make_checkpoint(folder: Path, iteration: int) -> Path:
     return path
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(params=["local", "s3"])
+def run(request: pytest.FixtureRequest, storage: ObjectStorage, tmp_path: Path) -> StoragePath:
+    """A run's folder, or what stands for it where checkpoints lie elsewhere."""
+    local: StoragePath = tmp_path / "run"
+    found = local if request.param == "local" else RemotePath(f"s3://{BUCKET}/{uuid.uuid4().hex}")
     for iteration in (10, 20):
-        make_checkpoint(tmp_path / "run" / "checkpoints", iteration)
-    checkpoint_path(tmp_path / "run" / "checkpoints", 30).mkdir()
-    return tmp_path / "run"
+        make_checkpoint(found / "checkpoints", iteration)
+    unended = checkpoint_path(found / "checkpoints", 30)
+    unended.mkdir(parents=True, exist_ok=True)
+    write(unended / "__0_0.distcp", b"half")
+    return found
 
 
 def eth(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -63,7 +84,7 @@ def eth(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def test_all_are_listed_and_a_crash_s_remains_are_named(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: StoragePath, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = eth(capsys, "list", run)
     first, second, third = out.splitlines()
@@ -73,25 +94,29 @@ def test_all_are_listed_and_a_crash_s_remains_are_named(
     assert [json.loads(line)["iteration"] for line in out.splitlines()[:2]] == [10, 20]
 
 
-def test_the_newest_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_is_shown(run: StoragePath, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = eth(capsys, "show", run)
     assert json.loads(out)["progress"]["iteration"] == 20
     _, out, _ = eth(capsys, "show", checkpoint_path(run / "checkpoints", 10))
     assert json.loads(out)["progress"]["iteration"] == 10
 
 
-def test_every_byte_is_looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_byte_is_looked_at(run: StoragePath, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = eth(capsys, "verify", run)
     assert code == 0 and out.count("is whole: 2 files") == 2
     altered = checkpoint_path(run / "checkpoints", 20) / "__0_0.distcp"
-    altered.write_bytes(altered.read_bytes()[:-1] + b"x")
+    whole = read(altered)
+    write(altered, whole[:-1] + b"x")
     code, out, _ = eth(capsys, "verify", run)
     assert code == 1 and f"{altered} was changed" in out and out.count("is whole") == 1
+    assert f"eth checkpoint delete {checkpoint_path(run / 'checkpoints', 20)}" in out
+    write(altered, whole[:-1])
+    assert f"{altered} has {len(whole) - 1} bytes and not {len(whole)}" in eth(capsys, "verify", run)[1]
     altered.unlink()
     assert f"{altered} cannot be read" in eth(capsys, "verify", run)[1]
 
 
-def test_only_a_checkpoint_is_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_checkpoint_is_deleted(run: StoragePath, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = eth(capsys, "delete", run)
     assert code == 2 and "is not a checkpoint" in err and run.exists()
     victim = checkpoint_path(run / "checkpoints", 10)
@@ -108,7 +133,35 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and str(broken / "manifest.json") in err and err.count("\n") == 1
 
 
-def test_the_newest_stay(run: Path) -> None:
+def test_the_newest_stay(run: StoragePath) -> None:
     folder = run / "checkpoints"
     assert prune(folder, keep=1) == [checkpoint_path(folder, 10)]
     assert not checkpoint_path(folder, 10).exists() and len(incomplete(folder)) == 1
+
+
+def test_storage_that_cannot_be_reached_is_said(
+    storage: ObjectStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = eth(capsys, "list", "s3://none/run")
+    assert code == 2 and "s3://none/run" in err and "cannot be used: The specified bucket" in err
+    assert err.count("\n") == 1
+    assert "is not known" in eth(capsys, "list", "nowhere://none/run")[2]
+    assert "holds no whole checkpoint" in eth(capsys, "list", f"s3://{BUCKET}/empty")[2]
+
+
+def test_a_run_s_own_place_is_found(
+    storage: ObjectStorage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = RemotePath(f"s3://{BUCKET}/{uuid.uuid4().hex}")
+    make_checkpoint(place, 10)
+    data = {
+        "name": "elsewhere",
+        "model": "gpt3-350m",
+        "data": {"path": "python-stdlib"},
+        "training": {"global_batch_size": 4, "sequence_length": 16, "steps": 9},
+        "checkpoint": {"every": 3, "directory": str(place)},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(data))
+    assert eth(capsys, "list", tmp_path)[1].startswith(str(checkpoint_path(place, 10)))
+    with pytest.raises(UserError, match=rf"--checkpoint 10: {place}.* is not on this host; copy it into"):
+        run_weights(tmp_path, checkpoint=10)

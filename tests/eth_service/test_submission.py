@@ -111,6 +111,8 @@ def test_no_path_leads_out_of_the_data_root(root: Path, changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        (job_values(checkpoint={"directory": "file:///elsewhere"}), "outside the data root"),
+        (job_values(checkpoint={"directory": "memory://x"}), "no storage that every rank"),
         (job_values(data={"path": "x" * 300}), "does not exist under the data root"),
         (job_values(data={"path": "absent.txt"}), "data.path = 'absent.txt' does not exist"),
         (job_values(model="gpt5"), "model = 'gpt5' is neither a preset nor a file"),
