@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradient_sync_plans import host_cluster
-from gradient_sync_ranks import run_ranks
+from rank_processes import run_ranks
 from torch import nn
 
 from actors.engine import exchange

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from gradient_sync_plans import host_cluster
-from gradient_sync_ranks import run_ranks
+from rank_processes import run_ranks
 
 from actors.engine.tokens import prepare_tokens
 from actors.engine.trainer import MEASURED_ITERATIONS, Trainer, TrainerConfig
