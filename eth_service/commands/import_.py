@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What a job must say and a model does not: for the user to change.
 _GLOBAL_BATCH_SIZE, _STEPS, _LONGEST_SAMPLE = 32, 1000, 1024
+TOKENIZER_FILE = "tokenizer.json"
 _LEARNING_RATE = {"peak": 1e-4, "schedule": "cosine", "warmup_steps": 50}
 
 
@@ -51,12 +52,15 @@ def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> No
 
     from actors.data_settings import PYTHON_STDLIB
 
+    text: dict[str, Any] = {"path": data if data == PYTHON_STDLIB else str(Path(data).resolve())}
+    if (path.parent / TOKENIZER_FILE).is_file():
+        text["tokenizer"] = TOKENIZER_FILE
     job: dict[str, Any] = {
         "version": 1,
         "name": model.name,
         "model": "config.json",
         "weights": "weights.safetensors",
-        "data": {"path": data if data == PYTHON_STDLIB else str(Path(data).resolve())},
+        "data": text,
         "training": {
             "global_batch_size": _GLOBAL_BATCH_SIZE,
             "sequence_length": min(_LONGEST_SAMPLE, model.max_sequence_length),
