@@ -27,6 +27,7 @@ from planner.plan import Plan
 
 if TYPE_CHECKING:
     from actors.engine.checkpoint import SavedCheckpoint
+    from actors.engine.evaluation import Validation
     from actors.engine.trainer import TrainerConfig
 
 PLACEMENT_SECONDS = 60.0
@@ -100,6 +101,14 @@ class Crew:
             self._everywhere(lambda p: p.finish_checkpoints.remote()), patience_seconds=patience_seconds
         )
         return tuple(saved[0])
+
+    def evaluate(self, iteration: int, *, patience_seconds: float) -> Validation:
+        """The loss of held-out samples, as rank 0 tells it."""
+        found = self.collect(
+            self._everywhere(lambda p: p.evaluate.remote(iteration)), patience_seconds=patience_seconds
+        )
+        validation: Validation = found[0]
+        return validation
 
     def save_weights(self, path: Path, *, patience_seconds: float) -> None:
         self.collect(

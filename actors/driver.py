@@ -132,7 +132,7 @@ class _Run:
         """Plan, place, iterate and save, on the Ray that this process is connected to."""
         self._observer.status("planning")
         plan = make_plan(self._job, prepared, equal_batches=equal_batches)
-        bound = _bind(plan)
+        bound = bound_nodes(plan)
         self._folder.create(keep_metrics=self._start is not None)
         if self._start is None:
             self._saves.clear(self._folder.path)
@@ -214,7 +214,7 @@ class _Run:
         return 2 * self._job.runtime.timeout_seconds + _SLOW_FACTOR * expected
 
 
-def _bind(plan: Plan) -> Mapping[str, NodeDevices]:
+def bound_nodes(plan: Plan) -> Mapping[str, NodeDevices]:
     """The Ray nodes behind the plan's real nodes."""
     if all(node.emulate for node in plan.cluster.nodes):
         return {}

@@ -106,6 +106,9 @@ class Pipeline:
     async def finish_checkpoints(self) -> Outcome:
         return await self._everywhere(lambda worker: worker.finish_checkpoints.remote())
 
+    async def evaluate(self, iteration: int) -> Outcome:
+        return await self._everywhere(lambda worker: worker.evaluate.remote(iteration))
+
     async def save_weights(self, path: Path) -> Outcome:
         return await self._everywhere(lambda worker: worker.save_weights.remote(path))
 

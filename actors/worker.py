@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from actors.engine.checkpoint import SavedCheckpoint
+    from actors.engine.evaluation import Validation
     from actors.engine.trainer import IterationReport, TrainerConfig
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class RankTrainer(Protocol):
 
     def run_iteration(self, iteration: int, checkpoint: StoragePath | None = None) -> IterationReport: ...
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]: ...
+    def evaluate(self, iteration: int) -> Validation: ...
     def save_weights(self, path: Path) -> None: ...
     def close(self) -> None: ...
 
@@ -88,6 +90,10 @@ class Worker:
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...] | RankFailure:
         """Wait for the save under way."""
         return self._attempt(lambda: self._started().finish_checkpoints())
+
+    def evaluate(self, iteration: int) -> Validation | RankFailure:
+        """The loss of held-out samples under the parameters as they are, which `iteration` left."""
+        return self._attempt(lambda: self._started().evaluate(iteration))
 
     def save_weights(self, path: Path) -> RankFailure | None:
         """Take part in writing the whole model to one file on rank 0's host."""

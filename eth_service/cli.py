@@ -11,6 +11,7 @@ from eth_service.commands import (
     checkpoint,
     compare,
     data,
+    evaluate,
     export,
     import_,
     plan,
@@ -37,6 +38,7 @@ app.add_typer(profile.app)
 app.add_typer(checkpoint.app)
 app.add_typer(runs.app)
 app.add_typer(data.app)
+app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)

@@ -103,19 +103,19 @@ def filled_files(
     source: TextSource, files: Sequence[Path], format_: Format, say: Callable[[str], None]
 ) -> list[Path]:
     """The files that hold something; the others are told. UserError if none does, or one cannot be looked at."""
-    filled = []
+    filled: list[Path] = []
+    empties: list[Path] = []
     for file in files:
         try:
             with file.open("rb") as stream:
                 empty = format_ != "megatron" and not stream.read(1)
         except OSError as error:
             raise unreadable(file, error) from None
-        if empty:
-            say(f"data file {file} is empty and is left out")
-        else:
-            filled.append(file)
+        (empties if empty else filled).append(file)
     if not filled:
         raise _no_text(source, files)
+    for file in empties:
+        say(f"data file {file} is empty and is left out")
     return filled
 
 

@@ -64,10 +64,11 @@ def write_job(folder: Path, *, steps: int, time_scale: float = 20_000.0, **chang
 
 @dataclass
 class Run:
-    """`eth train` in its own process group. Every process that it starts, near or far, carries its mark."""
+    """`eth train`, or another command, in its own process group. All processes that it starts carry its mark."""
 
     arguments: list[str]
     cache: Path
+    command: str = "train"
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,8 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("RAY_ADDRESS", None)
-        command = [sys.executable, "-c", "from eth_service.cli import main; main()", "train", *self.arguments]
+        command = [sys.executable, "-c", "from eth_service.cli import main; main()", self.command]
+        command += self.arguments
         self.process = subprocess.Popen(
             command,
             env=environment,

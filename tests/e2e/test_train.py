@@ -90,6 +90,32 @@ def test_the_end_is_told_and_nothing_is_left(finished: tuple[Path, str, Run]) ->
 
 
 @pytest.mark.slow
+def test_a_run_is_evaluated_as_it_was_on_the_way_whatever_the_plan(
+    finished: tuple[Path, str, Run], tmp_path: Path
+) -> None:
+    folder = finished[0]
+    told = rows(folder)[-1]["validation"]
+    write_job(tmp_path, steps=1)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    # One pipeline alone, on the device of the first.
+    content["pipelines"] = content["pipelines"][:1]
+    content["pipelines"][0] |= {"samples": 8, "local_batch_size": 8}
+    content["idle_devices"] = ["old/0", "old/1"]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    for options in ([], ["--plan", str(other)]):
+        run = Run([str(folder), "--samples", "12", "--json", *options], folder.parent, command="evaluate")
+        code, out, err = run.end()
+        assert code == 0, err
+        found = json.loads(out.splitlines()[-1])
+        assert (found["iteration"], found["samples"], found["tokens"]) == (STEPS, 12, 12 * 32)
+        assert found["loss"] == pytest.approx(told["loss"], rel=1e-6)
+        assert run.leaves_nothing()
+    run = Run([str(folder), "--checkpoint", "3"], folder.parent, command="evaluate")
+    assert run.end()[0] == 2
+
+
+@pytest.mark.slow
 def test_what_only_fits_with_recomputation_is_planned_and_trained(tmp_path: Path) -> None:
     """The devices refuse an allocation beyond their memory, whatever the planner believed."""
     job = write_job(
