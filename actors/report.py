@@ -63,7 +63,7 @@ class Console:
 
     def checkpoint(self, saved: SavedCheckpoint) -> None:
         """A line: where the state lies now, or why the save failed."""
-        self._say(checkpoint_line(saved), style="" if saved.error is None else "bold red")
+        self._say(checkpoint_line(saved), style="bold red" if saved.error or saved.prune_error else "")
 
     def finished(self, summary: Summary) -> None:
         """How it ended and what there is to look at."""
@@ -140,10 +140,13 @@ def checkpoint_line(saved: SavedCheckpoint) -> str:
             f"checkpoint after iteration {saved.iteration} FAILED: {saved.error}; training goes on, older"
             " checkpoints stay"
         )
-    return (
+    line = (
         f"checkpoint after iteration {saved.iteration}: {format_bytes(saved.bytes)} in"
         f" {format_seconds(saved.seconds)}, of which training waited {format_seconds(saved.pause_seconds)}"
     )
+    if saved.prune_error is not None:
+        line += f"; older checkpoints could NOT be deleted and take up space: {saved.prune_error}"
+    return line
 
 
 def summary_lines(summary: Summary) -> list[str]:

@@ -50,7 +50,8 @@ from planner.errors import UserError
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """How a save went, as rank 0 knows it. `seconds` counts from its begin; `pause_seconds` of them training
-    stood still, for the copy. A save that failed has an `error` and has left nothing."""
+    stood still, for the copy. A save that failed has an `error` and has left nothing; with a `prune_error` it is whole,
+    but older ones that should have gone could not be deleted."""
 
     iteration: int
     path: StoragePath
@@ -58,6 +59,7 @@ class SavedCheckpoint:
     seconds: float
     pause_seconds: float
     error: str | None = None
+    prune_error: str | None = None
 
 
 class CheckpointWriter:
@@ -101,11 +103,9 @@ class CheckpointWriter:
     def _save(
         self, path: StoragePath, staged: Sequence[StateSlice], manifest: Manifest, start: float, pause: float
     ) -> None:
-        error, size = None, 0
+        error, prune_error, size = None, None, 0
         try:
             size = _write(path, staged, manifest, rank=self._rank, group=self._group)
-            if self._rank == 0:
-                prune(path.parent, keep=self._keep)
         # A save that fails, on a full disk say, must not end training.
         except (Exception, dcp.api.CheckpointException) as failure:
             error = _cause(failure)
@@ -116,9 +116,20 @@ class CheckpointWriter:
                     remove_tree(path)
         if self._rank == 0:
             seconds = time.monotonic() - start
+            if error is None:
+                prune_error = self._prune(path.parent)
             self._saved.append(
-                SavedCheckpoint(manifest.progress.iteration, path, size, seconds, pause, error)
+                SavedCheckpoint(manifest.progress.iteration, path, size, seconds, pause, error, prune_error)
             )
+
+    def _prune(self, folder: StoragePath) -> str | None:
+        """Delete the checkpoints that need not stay; why it failed. The new one is whole and stays in any case:
+        storage may forbid deletion, or an older manifest be unreadable."""
+        try:
+            prune(folder, keep=self._keep)
+        except (OSError, UserError) as failure:
+            return _cause(failure)
+        return None
 
 
 def load_slices(path: StoragePath, slices: Iterable[StateSlice]) -> None:

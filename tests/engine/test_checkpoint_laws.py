@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -323,6 +326,30 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert len(ended.losses) == 3
 
 
+def _run_rank_without_deletion(rank: int, config: TrainerConfig, folder: Path) -> RankRun:
+    """Three saves of three iterations, in storage that deletes nothing."""
+    with patch.object(Path, "unlink", side_effect=PermissionError(1, "deletion is forbidden")):
+        return _run_rank(rank, config, 1, 3, folder, (1, 2, 3))
+
+
+def test_storage_that_forbids_deletion_keeps_every_checkpoint(
+    rank_pool: RankPool, tokens: Path, tmp_path: Path
+) -> None:
+    training = training_of(STAGES, steps=3)
+    config = TrainerConfig(
+        plan=STAGES, training=training, tokens=tokens, timeout_seconds=30, keep_checkpoints=1
+    )
+    ranks = rank_pool.run(_run_rank_without_deletion, config, tmp_path, world_size=STAGES.world_size)
+    first, *pruning = ranks[0].saved
+    assert first.error is None and first.prune_error is None
+    for saved in pruning:
+        assert saved.error is None and saved.bytes > 0
+        assert saved.prune_error is not None and "deletion is forbidden" in saved.prune_error
+    found = checkpoints(tmp_path)
+    assert [checkpoint.iteration for checkpoint in found] == [1, 2, 3]
+    assert [list(problems(checkpoint)) for checkpoint in found] == [[], [], []]
+
+
 @pytest.fixture(scope="module")
 def saved_once(rank_pool: RankPool, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
@@ -398,3 +425,38 @@ def test_a_tensor_that_is_not_there_is_named(saved: Path) -> None:
     missing = StateSlice("model.nothing", (2,), (0,), torch.empty(2), owned=True)
     with pytest.raises(UserError, match=r"it holds no model\.nothing"):
         load_slices(saved, [missing])
+
+
+class _Call:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (pickle.dumps(_Call(os.mkdir, "made")), r"names posix\.mkdir"),
+        (pickle.dumps(_Call(eval, "__import__('os').mkdir('made')")), r"names builtins\.eval"),
+        (pickle.dumps(_Call(torch.load, "made")), r"names torch\.serialization\.load"),
+        # Names with a dot are attributes of what may be named.
+        (
+            pickle.PROTO + b"\x04\x8c\x05torch\x8c\x12serialization.load\x93.",
+            r"names torch\.serialization\.load",
+        ),
+        (pickle.dumps({}), "holds no metadata of a checkpoint"),
+    ],
+    ids=["system call", "built-in", "function beside a class", "attribute", "no metadata"],
+)
+def test_metadata_that_names_anything_else_is_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (saved / ".metadata").write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        whole_state(saved, STAGES)
+    assert not Path("made").exists()
