@@ -62,7 +62,11 @@ class Progress(Contract):
 
 
 class Manifest(Contract):
-    """What a checkpoint is of, and the sums of its files. `plan` is the one that wrote it, in a line."""
+    """What a checkpoint is of, and the sums of its files. `plan` is the one that wrote it, in a line.
+
+    `loss` is that of the iteration's own batch, `validation_loss` of the held-out samples under just these parameters;
+    None where it was not finite, or they were not evaluated.
+    """
 
     version: Literal[1] = 1
     progress: Progress
@@ -71,6 +75,7 @@ class Manifest(Contract):
     data: DataIdentity
     plan: str
     loss: float | None = None
+    validation_loss: float | None = None
     written: str = Field(description="local time, ISO 8601")
     torch: str
     files: dict[str, FileSum] = Field(default_factory=dict)
@@ -90,6 +95,14 @@ class Checkpoint:
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.manifest.files.values())
+
+    @property
+    def metric(self) -> tuple[str, float] | None:
+        """By what the best is chosen, the lower the better: `validation_loss`, or `loss` where there is none; None if
+        neither is finite."""
+        if self.manifest.validation_loss is not None:
+            return "validation_loss", self.manifest.validation_loss
+        return None if self.manifest.loss is None else ("loss", self.manifest.loss)
 
 
 class Tokens(Protocol):
@@ -254,9 +267,23 @@ def check_continues(
         )
 
 
-def prune(folder: StoragePath, *, keep: int) -> list[StoragePath]:
-    """Delete all but the newest `keep` whole checkpoints; returns those that are gone."""
-    gone = [checkpoint.path for checkpoint in checkpoints(folder)[:-keep]]
+def best(found: Sequence[Checkpoint], count: int = 1) -> list[Checkpoint]:
+    """The checkpoints of the lowest loss, the best first, of equal ones the newer. A training loss, of one batch,
+    stands behind every validation loss; a checkpoint without a finite loss is never among them."""
+    ranked: list[tuple[bool, float, int, Checkpoint]] = []
+    for checkpoint in found:
+        if checkpoint.metric is not None:
+            name, value = checkpoint.metric
+            ranked.append((name != "validation_loss", value, -checkpoint.iteration, checkpoint))
+    return [checkpoint for *_, checkpoint in sorted(ranked, key=lambda entry: entry[:3])[:count]]
+
+
+def prune(folder: StoragePath, *, keep: int, keep_best: int = 0) -> list[StoragePath]:
+    """Delete the whole checkpoints that are neither of the newest `keep` nor of the best `keep_best`; returns those
+    that are gone."""
+    found = checkpoints(folder)
+    stay = {checkpoint.iteration for checkpoint in [*found[-keep:], *best(found, keep_best)]}
+    gone = [checkpoint.path for checkpoint in found if checkpoint.iteration not in stay]
     for path in gone:
         delete(path)
     return gone

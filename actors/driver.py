@@ -201,7 +201,9 @@ class _Run:
     def _evaluation_rounds(self, plan: Plan, iteration: int) -> int:
         """1, and what an evaluation adds: it is run in rounds of a global batch, none longer than an iteration."""
         evaluation = self._job.evaluation
-        if not evaluation.due(iteration, steps=self._job.training.steps):
+        # With keep_best any iteration that is saved is evaluated too, and which are may be a matter of time.
+        may_save = self._saves.on and self._job.checkpoint.keep_best > 0 and evaluation.every is not None
+        if not may_save and not evaluation.due(iteration, steps=self._job.training.steps):
             return 1
         return 1 + -(-evaluation.samples // plan.global_batch_size)
 

@@ -139,6 +139,11 @@ class Checkpointing(Contract):
         default=None, description="iterations (a number) or time (`10 min`) between two saves; null: none"
     )
     keep: int = Field(default=2, ge=1, description="how many of the newest stay")
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        description="how many of the lowest loss stay besides; with evaluation each is evaluated when it is saved",
+    )
     directory: str | None = Field(
         default=None,
         min_length=1,

@@ -66,6 +66,7 @@ class Prepared:
             deterministic=job.runtime.deterministic,
             on_nan=job.runtime.on_nan,
             keep_checkpoints=job.checkpoint.keep,
+            keep_best_checkpoints=job.checkpoint.keep_best,
             resume_from=resume_from,
             weights=job.weights_path(),
         )

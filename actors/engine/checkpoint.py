@@ -66,11 +66,12 @@ class CheckpointWriter:
     """Saves in the background, one checkpoint at a time. Every rank of the world begins and ends the same saves.
 
     `group` is a CPU group of the whole world that nothing else uses: its collectives run on this writer's thread,
-    beside those of training. The newest `keep` checkpoints of a folder stay.
+    beside those of training. The newest `keep` checkpoints of a folder stay, and the best `keep_best`.
     """
 
-    def __init__(self, *, rank: int, group: dist.ProcessGroup, keep: int) -> None:
-        self._rank, self._group, self._keep = rank, group, keep
+    def __init__(self, *, rank: int, group: dist.ProcessGroup, keep: int, keep_best: int) -> None:
+        self._rank, self._group = rank, group
+        self._keep, self._keep_best = keep, keep_best
         self._thread: threading.Thread | None = None
         self._saved: list[SavedCheckpoint] = []
 
@@ -126,7 +127,7 @@ class CheckpointWriter:
         """Delete the checkpoints that need not stay; why it failed. The new one is whole and stays in any case:
         storage may forbid deletion, or an older manifest be unreadable."""
         try:
-            prune(folder, keep=self._keep)
+            prune(folder, keep=self._keep, keep_best=self._keep_best)
         except (OSError, UserError) as failure:
             return _cause(failure)
         return None

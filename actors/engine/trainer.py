@@ -61,6 +61,7 @@ class TrainerConfig:
     deterministic: bool = False
     on_nan: OnNan = "stop"
     keep_checkpoints: int = 2
+    keep_best_checkpoints: int = 0
     resume_from: StoragePath | None = None
     weights: Path | None = None
 
@@ -162,6 +163,7 @@ class Trainer:
                 loss_scale=self._loss_scale,
                 group=self._groups.checkpoints(),
                 keep=config.keep_checkpoints,
+                keep_best=config.keep_best_checkpoints,
             )
             if config.resume_from is not None:
                 self._state.load(config.resume_from)
@@ -195,10 +197,13 @@ class Trainer:
         peers are cut off, so that they fail as well."""
         try:
             report = self._run_iteration(iteration)
-            if self._config.evaluation.due(iteration, steps=self._config.training.steps):
+            if self._evaluates(iteration, saves=checkpoint is not None):
                 report = self._with_validation(report)
             if checkpoint is not None:
-                self.save_checkpoint(checkpoint, iteration=iteration, loss=report.loss)
+                validation_loss = None if report.validation is None else report.validation.loss
+                self.save_checkpoint(
+                    checkpoint, iteration=iteration, loss=report.loss, validation_loss=validation_loss
+                )
             return replace(report, saved=self._state.poll())
         except BaseException:
             self._update.close()
@@ -209,6 +214,12 @@ class Trainer:
         """The loss of held-out samples under the parameters as they are; a collective."""
         with self._device.measuring():
             return self._evaluator.run(iteration)
+
+    def _evaluates(self, iteration: int, *, saves: bool) -> bool:
+        """Whether to evaluate after an iteration; also what may stay as one of the best is measured itself."""
+        evaluation = self._config.evaluation
+        competes = saves and evaluation.every is not None and self._config.keep_best_checkpoints > 0
+        return competes or evaluation.due(iteration, steps=self._config.training.steps)
 
     def _with_validation(self, report: IterationReport) -> IterationReport:
         validation = self.evaluate(report.iteration)
@@ -297,11 +308,13 @@ class Trainer:
         self._loss_scale.saw(finite=agreed.finite)
         return updates(agreed, iteration=iteration, on_nan=self._config.on_nan, place=self._place)
 
-    def save_checkpoint(self, path: StoragePath, *, iteration: int, loss: float) -> None:
+    def save_checkpoint(
+        self, path: StoragePath, *, iteration: int, loss: float, validation_loss: float | None = None
+    ) -> None:
         """Begin to save the state after an iteration, on every rank; later reports and `finish_checkpoints` tell
         what became of it."""
         self._device.synchronize()
-        self._state.save(path, iteration=iteration, loss=loss)
+        self._state.save(path, iteration=iteration, loss=loss, validation_loss=validation_loss)
 
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]:
         """Wait for the save under way, and tell of it."""

@@ -46,14 +46,17 @@ class TrainingState:
         loss_scale: LossScale,
         group: dist.ProcessGroup,
         keep: int,
+        keep_best: int,
     ) -> None:
         self._plan, self._rank = plan, rank
         self._training, self._data = training, data
         self._handles, self._optimizer, self._loss_scale = handles, optimizer, loss_scale
-        self._writer = CheckpointWriter(rank=rank, group=group, keep=keep)
+        self._writer = CheckpointWriter(rank=rank, group=group, keep=keep, keep_best=keep_best)
         self.updates = 0
 
-    def save(self, path: StoragePath, *, iteration: int, loss: float) -> None:
+    def save(
+        self, path: StoragePath, *, iteration: int, loss: float, validation_loss: float | None = None
+    ) -> None:
         """Begin to save the state after an iteration, on every rank; `poll` tells when it is whole."""
         manifest = Manifest(
             progress=Progress(
@@ -66,7 +69,8 @@ class TrainingState:
             training=self._training,
             data=self._data,
             plan=plan_line(self._plan),
-            loss=loss if math.isfinite(loss) else None,
+            loss=_finite(loss),
+            validation_loss=None if validation_loss is None else _finite(validation_loss),
             written=datetime.now().astimezone().isoformat(timespec="seconds"),
             torch=torch.__version__,
         )
@@ -99,3 +103,7 @@ class TrainingState:
         if isinstance(self._optimizer, ShardedOptimizer):
             return slices + list(shard_slices(self._plan, self._optimizer.states()))
         return slices + list(piece_slices(self._plan, self._optimizer.states(), owned))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

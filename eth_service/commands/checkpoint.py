@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,7 @@ def list_(
     from actors.checkpoints import incomplete
 
     found = _found(folder)
+    first = _best_of(found)
     for checkpoint in found:
         manifest = checkpoint.manifest
         if json_:
@@ -39,6 +41,8 @@ def list_(
                 "path": str(checkpoint.path),
                 "iteration": checkpoint.iteration,
                 "loss": manifest.loss,
+                "validation_loss": manifest.validation_loss,
+                "best": checkpoint.iteration == first,
                 "bytes": checkpoint.bytes,
                 "written": manifest.written,
                 "plan": manifest.plan,
@@ -46,6 +50,10 @@ def list_(
             print(json.dumps(row))
             continue
         loss = "loss not finite" if manifest.loss is None else f"loss {manifest.loss:.4f}"
+        if manifest.validation_loss is not None:
+            loss += f"  validation loss {manifest.validation_loss:.4f}"
+        if checkpoint.iteration == first:
+            loss += "  best"
         print(
             f"{checkpoint.path}  iteration {checkpoint.iteration}  {loss}  {format_bytes(checkpoint.bytes)}"
             f"  {manifest.written}  {manifest.plan}"
@@ -56,8 +64,14 @@ def list_(
 
 @app.command()
 def show(folder: Folder) -> None:
-    """Print all that a checkpoint says of itself, as JSON; of several the newest."""
-    print(_found(folder)[-1].manifest.model_dump_json(indent=1))
+    """Print all that a checkpoint says of itself, as JSON; of several the newest. Its metric is what the best is chosen
+    by."""
+    found = _found(folder)
+    newest = found[-1]
+    name, value = newest.metric or (None, None)
+    told = newest.manifest.model_dump(mode="json")
+    told |= {"metric": {"name": name, "value": value}, "best": newest.iteration == _best_of(found)}
+    print(json.dumps(told, indent=1))
 
 
 @app.command()
@@ -122,6 +136,18 @@ def _found(named: str) -> list[Checkpoint]:
             f"{folder} holds no whole checkpoint; runs save them where the job says checkpoint.every"
         )
     return found
+
+
+def _best_of(found: Sequence[Checkpoint]) -> int | None:
+    """The iteration of the best checkpoint; where one alone was named, of all that lie beside it."""
+    from actors.checkpoints import best, checkpoints
+
+    if len(found) == 1:
+        path = found[0].path
+        beside = (path.resolve() if isinstance(path, Path) else path).parent
+        # One that was copied elsewhere under another name stands alone.
+        found = checkpoints(beside) or found
+    return next((checkpoint.iteration for checkpoint in best(found)), None)
 
 
 def _place(named: str) -> StoragePath:

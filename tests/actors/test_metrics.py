@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
+from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.evaluation import Validation
 from actors.engine.trainer import IterationReport
 from actors.metrics import Measurements, finish_spread
-from actors.report import Console, iteration_line
+from actors.report import Console, checkpoint_line, iteration_line
 from actors.run_folder import RunFolder
 from actors.summary import summarize
 from planner.cluster import resolve_cluster
@@ -160,3 +161,11 @@ def test_a_run_that_never_iterated_has_an_end_too(tmp_path: Path) -> None:
     Console(Terminal(file=screen, width=300)).finished(summary)
     assert "cause: rank 0 failed" in screen.getvalue()
     assert summary.last_loss is None
+
+
+def test_a_save_after_which_nothing_could_be_deleted_is_told_as_whole() -> None:
+    saved = SavedCheckpoint(7, Path("step-00000007"), bytes=2048, seconds=2.0, pause_seconds=0.5)
+    whole = checkpoint_line(saved)
+    told = checkpoint_line(replace(saved, prune_error="deletion is forbidden"))
+    assert "could NOT be deleted" not in whole and told.startswith(whole)
+    assert "older checkpoints could NOT be deleted" in told and "deletion is forbidden" in told

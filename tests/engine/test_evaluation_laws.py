@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.checkpoints import checkpoint_path, checkpoints
 from actors.engine.data import HeldOutSamples
 from actors.engine.evaluation import HeldOutBatches, Validation, perplexity
 from actors.engine.model.dropout import Draws
@@ -21,7 +22,7 @@ from actors.engine.model.loss import NOT_COUNTED
 from actors.engine.tokens import HeldOut, TokenFile
 from actors.engine.trainer import IterationReport, TrainerConfig
 from actors.engine.weights import initial_parameter
-from actors.job import Evaluation
+from actors.job import Evaluation, LearningRate
 from planner.model_spec import ModelSpec
 from planner.parameters import model_parameters
 from planner.plan import Plan
@@ -163,6 +164,35 @@ def test_two_plans_agree_after_training(rank_pool: RankPool, tokens: Path) -> No
     assert [v.tokens for v in one] == [v.tokens for v in other]
     assert [v.loss for v in one] == pytest.approx([v.loss for v in other], rel=1e-6)
     assert one[-1].loss < one[0].loss
+
+
+def train_and_save(rank: int, config: TrainerConfig, folder: Path) -> list[IterationReport]:
+    """Train and save after every iteration."""
+    trainer = make_trainer(config, rank)
+    steps = range(1, config.training.steps + 1)
+    reports = [trainer.run_iteration(step, checkpoint_path(folder, step)) for step in steps]
+    trainer.finish_checkpoints()
+    trainer.close()
+    return reports
+
+
+def test_what_may_stay_as_the_best_is_evaluated_when_it_is_saved(
+    rank_pool: RankPool, tokens: Path, tmp_path: Path
+) -> None:
+    plan = plan_of([(1, 1, 4)], samples=[2])
+    config = config_of(plan, tokens, steps=5, every=4)
+    # So large steps that the loss rises: the best is not among the newest.
+    training = config.training.model_copy(update={"learning_rate": LearningRate(peak=1.0)})
+    config = replace(config, training=training, keep_checkpoints=1, keep_best_checkpoints=1)
+    reports = rank_pool.run(train_and_save, config, tmp_path, world_size=1)[0]
+    losses = {report.iteration: report.validation.loss for report in reports if report.validation}
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    best = min(losses, key=lambda iteration: losses[iteration])
+    assert best < 5
+    assert {found.iteration: found.manifest.validation_loss for found in checkpoints(tmp_path)} == {
+        best: losses[best],
+        5: losses[5],
+    }
 
 
 @given(

@@ -8,13 +8,17 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.checkpoints import (
     DataIdentity,
     Manifest,
     Place,
     Progress,
+    best,
     checkpoint_path,
+    checkpoints,
     file_sum,
     incomplete,
     prune,
@@ -39,7 +43,9 @@ def read(path: StoragePath) -> bytes:
         return bytes(stream.read())
 
 
-def make_checkpoint(folder: Place, iteration: int) -> Place:
+def make_checkpoint(
+    folder: Place, iteration: int, *, loss: float | None = 1.5, validation_loss: float | None = None
+) -> Place:
     """A whole checkpoint of two files."""
     path = checkpoint_path(folder, iteration)
     path.mkdir(parents=True, exist_ok=True)
@@ -52,7 +58,8 @@ def make_checkpoint(folder: Place, iteration: int) -> Place:
         training=Training(global_batch_size=4, sequence_length=16, steps=9),
         data=DataIdentity(name="0123", tokens=100),
         plan="2 x A100: tp2 dp1, ZeRO-0",
-        loss=1.5,
+        loss=loss,
+        validation_loss=validation_loss,
         written="2026-01-01T00:00:00+00:00",
         torch="2",
         files={name: file_sum(path / name) for name in names},
@@ -137,6 +144,59 @@ def test_the_newest_stay(run: StoragePath) -> None:
     folder = run / "checkpoints"
     assert prune(folder, keep=1) == [checkpoint_path(folder, 10)]
     assert not checkpoint_path(folder, 10).exists() and len(incomplete(folder)) == 1
+
+
+def test_the_best_are_those_of_the_lowest_validation_loss(tmp_path: Path) -> None:
+    # Saved before evaluation was switched on: its loss is that of a batch.
+    make_checkpoint(tmp_path, 1, loss=0.5)
+    for iteration, loss in ((2, 3.0), (3, 2.0), (4, 2.0), (5, 2.5), (6, None)):
+        make_checkpoint(tmp_path, iteration, loss=None if loss is None else 1.0, validation_loss=loss)
+    found = checkpoints(tmp_path)
+    assert [one.iteration for one in best(found, 9)] == [4, 3, 5, 2, 1]
+    assert best(found, 0) == []
+
+
+def test_a_manifest_without_validation_loss_is_read(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path, 1, loss=2.0) / "manifest.json"
+    older = json.loads(manifest.read_text())
+    del older["validation_loss"]
+    manifest.write_text(json.dumps(older))
+    (found,) = checkpoints(tmp_path)
+    assert found.manifest.validation_loss is None and found.metric == ("loss", 2.0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    losses=st.lists(st.one_of(st.none(), st.sampled_from([1.0, 2.0, 3.0, 4.0])), min_size=1, max_size=6),
+    keep=st.integers(1, 3),
+    keep_best=st.integers(0, 3),
+)
+def test_the_newest_and_the_best_stay(
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, keep_best: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pruned")
+    for iteration, loss in enumerate(losses, start=1):
+        make_checkpoint(folder, iteration, validation_loss=loss, loss=None)
+    prune(folder, keep=keep, keep_best=keep_best)
+    left = {checkpoint.iteration for checkpoint in checkpoints(folder)}
+    newest = set(range(max(1, len(losses) - keep + 1), len(losses) + 1))
+    ranked = sorted((loss, -iteration) for iteration, loss in enumerate(losses, start=1) if loss is not None)
+    assert left == newest | {-iteration for _, iteration in ranked[:keep_best]}
+
+
+def test_the_best_is_marked(run: StoragePath, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints"
+    make_checkpoint(folder, 10, validation_loss=2.25)
+    make_checkpoint(folder, 20, validation_loss=2.5)
+    first, second, *_ = eth(capsys, "list", run)[1].splitlines()
+    assert "loss 1.5000  validation loss 2.2500  best  " in first and "  best  " not in second
+    rows = [json.loads(line) for line in eth(capsys, "list", run, "--json")[1].splitlines()[:2]]
+    assert [(row["validation_loss"], row["best"]) for row in rows] == [(2.25, True), (2.5, False)]
+    newest = json.loads(eth(capsys, "show", run)[1])
+    assert newest["metric"] == {"name": "validation_loss", "value": 2.5} and not newest["best"]
+    # One that is named alone is compared with those beside it.
+    for iteration, is_best in ((10, True), (20, False)):
+        assert json.loads(eth(capsys, "show", checkpoint_path(folder, iteration))[1])["best"] is is_best
 
 
 def test_storage_that_cannot_be_reached_is_said(
