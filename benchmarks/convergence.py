@@ -35,10 +35,12 @@ from paired_runs import torch_adamw
 from plain_model import PlainGpt
 from rank_processes import meet, run_ranks
 
+from actors.data_settings import PYTHON_STDLIB
 from actors.engine.data import Samples
-from actors.engine.tokens import TokenFile, prepare_tokens
+from actors.engine.tokens import TokenFile
 from actors.engine.trainer import Trainer, TrainerConfig
-from actors.job import PYTHON_STDLIB, LearningRate, Training
+from actors.job import LearningRate, Training
+from actors.text.text import prepare_tokens
 from planner.plan import Plan
 
 TARGET = 0.001

@@ -45,9 +45,9 @@ from actors.engine.model.norm import RmsNorm
 from actors.engine.model.stage import StageModel
 from actors.engine.optimizer import Optimizer
 from actors.engine.stage_runner import StageRunner
-from actors.engine.tokens import prepare_tokens
 from actors.engine.trainer import MEASURED_ITERATIONS, Trainer, TrainerConfig
 from actors.job import Training
+from actors.text.text import prepare_tokens
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes, PipelinePlan, Plan, StagePlan
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from gradient_sync_plans import host_cluster
 from rank_processes import run_ranks
 
-from actors.engine.tokens import prepare_tokens
 from actors.engine.trainer import MEASURED_ITERATIONS, Trainer, TrainerConfig
 from actors.job import Training
+from actors.text.text import prepare_tokens
 from planner.cost.plan_memory import PlanMemory
 from planner.model_spec import ModelSpec
 from planner.operators import layer_operators

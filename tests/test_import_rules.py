@@ -1,9 +1,12 @@
 """Three floors, eth_service -> actors -> planner: imports run downwards only, and the lower are lighter."""
 
 import ast
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -159,3 +162,22 @@ def write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source + "\n", encoding="utf-8")
+
+
+def _submodule(module: ModuleType, name: str) -> bool:
+    return hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}") is not None
+
+
+def test_benchmarks_import_what_there_is() -> None:
+    """Most of them run in slow tests only: a name that moved would be missed for long."""
+    missing = []
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+                module = importlib.import_module(str(node.module))
+                missing += [
+                    f"{path.name}: {node.module}.{name.name}"
+                    for name in node.names
+                    if not hasattr(module, name.name) and not _submodule(module, name.name)
+                ]
+    assert not missing
