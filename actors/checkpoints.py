@@ -40,12 +40,14 @@ class FileSum(Contract):
 class DataIdentity(Contract):
     """The token file: its name is a hash of the text and of the tokenizer. `held_out` is the share that is never
     trained on, or the name of the token file to validate with; empty if there is neither. `tokenizer` is `byte`, a hash
-    of the tokenizer.json, or `none` where token ids came as they are."""
+    of the tokenizer.json, or `none` where token ids came as they are. `weights` are those of a
+    mixture, whose name is a hash of its texts and these; empty for one text."""
 
     name: str
     tokens: int
     held_out: str = ""
     tokenizer: str = "byte"
+    weights: tuple[float, ...] = ()
 
 
 class Progress(Contract):
@@ -114,6 +116,8 @@ class Tokens(Protocol):
     def count(self) -> int: ...
     @property
     def tokenizer(self) -> str: ...
+    @property
+    def weights(self) -> tuple[float, ...]: ...
 
 
 class HeldOutOf(Protocol):
@@ -126,7 +130,11 @@ class HeldOutOf(Protocol):
 def data_identity(tokens: Tokens, held_out: HeldOutOf) -> DataIdentity:
     """The text behind a token file, which is named by a hash of it, and what of it is held out."""
     return DataIdentity(
-        name=tokens.path.stem, tokens=tokens.count, held_out=held_out.identity, tokenizer=tokens.tokenizer
+        name=tokens.path.stem,
+        tokens=tokens.count,
+        held_out=held_out.identity,
+        tokenizer=tokens.tokenizer,
+        weights=tokens.weights,
     )
 
 
@@ -218,6 +226,10 @@ def check_whole(checkpoint: Checkpoint) -> None:
         )
 
 
+def _listed(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
+
+
 def check_continues(
     manifest: Manifest, *, model: ModelSpec, training: Training, data: DataIdentity, source: StoragePath
 ) -> None:
@@ -254,6 +266,11 @@ def check_continues(
         raise UserError(
             f"data.held_out = {data.held_out or 'none'} but checkpoint {source} was trained with"
             f" {manifest.data.held_out or 'none'}; write that, or start anew with --overwrite"
+        )
+    if data.weights != manifest.data.weights:
+        raise UserError(
+            f"data.mixture has weights {_listed(data.weights)} but checkpoint {source} was trained with"
+            f" {_listed(manifest.data.weights)}; write those, or start anew with --overwrite"
         )
     if data != manifest.data:
         raise UserError(

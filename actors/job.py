@@ -308,12 +308,9 @@ class Job(Contract):
         """Folder that relative paths start at."""
         return self._base
 
-    def data_path(self) -> Path:
-        return self.placed(self.data.path)
-
-    def text(self) -> TextSource:
-        """What is trained on, where it lies."""
-        return self.data.source(self.base)
+    def texts(self) -> tuple[TextSource, ...]:
+        """What is trained on, where it lies: one text, or those of the mixture."""
+        return self.data.sources(self.base)
 
     def held_out_text(self) -> TextSource | None:
         """What is validated with, if it is a text of its own."""

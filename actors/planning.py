@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import ray
 
 from actors.checkpoints import DataIdentity, data_identity
 from actors.data_settings import TextSource
+from actors.engine.mixture import open_tokens, write_mixture
 from actors.engine.support import check_supported
 from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary
 from actors.engine.windows import WindowSplit
@@ -39,8 +40,8 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of a job could be settled without Ray: its token file, what of it is held out, and its plan where the job
-    holds one."""
+    """What of a job could be settled without Ray: its token file or mixture, what of it is held out, and its
+    plan where the job holds one."""
 
     tokens: Path
     held_out: HeldOut
@@ -48,7 +49,7 @@ class Prepared:
 
     def data_identity(self) -> DataIdentity:
         """What a checkpoint of the job says of its data."""
-        return data_identity(TokenFile(self.tokens), self.held_out)
+        return data_identity(open_tokens(self.tokens), self.held_out)
 
     def trainer_config(
         self, job: Job, plan: Plan, *, resume_from: StoragePath | None = None
@@ -90,8 +91,14 @@ def prepare(job: Job, *, equal_batches: bool = False, say: Callable[[str], None]
         from actors.engine.weight_files import check_weights
 
         check_weights(weights, job.model)
-    tokens = _tokens(job, job.text(), say)
-    return Prepared(tokens.path, _held_out(job, tokens, say), plan)
+    texts = job.texts()
+    made = [_tokens(job, text, say) for text in texts]
+    held_out = _held_out(job, dict(zip(texts, made, strict=True)), say)
+    if job.data.mixture is None:
+        return Prepared(made[0].path, held_out, plan)
+    shares = [source.weight for source in job.data.mixture]
+    mixture = write_mixture(list(zip(made, shares, strict=True)), cache_folder())
+    return Prepared(mixture.path, held_out, plan)
 
 
 def _tokens(job: Job, source: TextSource, say: Callable[[str], None]) -> TokenFile:
@@ -100,14 +107,14 @@ def _tokens(job: Job, source: TextSource, say: Callable[[str], None]) -> TokenFi
     return tokens
 
 
-def _held_out(job: Job, tokens: TokenFile, say: Callable[[str], None]) -> HeldOut:
-    """What training never sees. UserError if it, or what it leaves, is less than a sample."""
-    length, share = job.training.sequence_length, job.data.held_out
+def _held_out(job: Job, texts: Mapping[TextSource, TokenFile], say: Callable[[str], None]) -> HeldOut:
+    """What training never sees. UserError if it, or what it leaves of any text, is less than a sample."""
+    length, held_out = job.training.sequence_length, job.data.held_out
+    share = held_out if isinstance(held_out, float) else 0.0
+    for source, tokens in texts.items():
+        WindowSplit(tokens.windows(length, told=source.told("the data")), share, told=source.told("the text"))
     if (text := job.held_out_text()) is None:
-        assert isinstance(share, float)
-        WindowSplit(tokens.windows(length), share)
         return HeldOut(share=share)
-    tokens.windows(length)
     other = _tokens(job, text, say)
     other.windows(length)
     return HeldOut(tokens=other.path)

@@ -34,9 +34,9 @@ def check_feasible(job: Job) -> None:
 def _check_data(job: Job) -> None:
     """UserError if a text is too short for a sample, or what is held out of it leaves none."""
     length, share = job.training.sequence_length, job.data.held_out
-    text, held_out = job.text(), job.held_out_text()
-    windows = check_text(text, sequence_length=length, vocab_size=job.model.vocab_size)
-    if isinstance(share, float) and windows is not None:
-        WindowSplit(windows, share)
-    if held_out is not None:
+    for text in job.texts():
+        windows = check_text(text, sequence_length=length, vocab_size=job.model.vocab_size)
+        if isinstance(share, float) and windows is not None:
+            WindowSplit(windows, share, told=text.told("the text"))
+    if (held_out := job.held_out_text()) is not None:
         check_text(held_out, sequence_length=length, vocab_size=job.model.vocab_size)

@@ -3,17 +3,20 @@
 The text is cut into windows of `sequence_length` tokens, each read with the token after it. Some may be held
 out; an epoch takes every other window once, in an order that the seed and the epoch decide; iterations take the
 next `global_batch_size` windows. So what an iteration trains on depends on the seed and the iteration, never
-on the plan, and any rank can name its samples without having seen the ones before.
+on the plan, and any rank can name its samples without having seen the ones before. In a mixture the weights
+decide whose turn a sample is, and each text goes on through its own epochs.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.engine.mixture import Mixture, Tokens, Turns, open_tokens, sources_of
 from actors.engine.tokens import HeldOut, Indices, TokenFile
 from actors.engine.windows import WindowSplit
 
@@ -21,26 +24,27 @@ _ROUNDS = 6
 
 
 class Samples:
-    """The samples of a training run, read from a token file, but for the share that is held out.
+    """The samples of a training run, read from a text or a mixture, but for the share of each that is held out.
 
-    Raises UserError if the text is shorter than one sample, or nothing is left to train on.
+    Raises UserError if a text is shorter than one sample, or nothing is left to train on.
     """
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: Tokens,
         *,
         sequence_length: int,
         global_batch_size: int,
         seed: int,
         held_out_share: float = 0.0,
     ) -> None:
-        self._tokens = tokens
+        self._texts = sources_of(tokens)
+        self._turns = Turns(tokens.weights) if isinstance(tokens, Mixture) else None
         self._sequence_length = sequence_length
         self._global_batch_size = global_batch_size
         self._seed = seed
-        self._split = WindowSplit(tokens.windows(sequence_length), held_out_share)
-        self._known: tuple[int, Indices] | None = None
+        self._splits = [WindowSplit(text.windows(sequence_length), held_out_share) for text in self._texts]
+        self._known: tuple[int, Indices, Indices] | None = None
 
     @property
     def seed(self) -> int:
@@ -52,35 +56,51 @@ class Samples:
         Returns inputs and labels, int64 `[last - first, sequence_length]`; a label is the next token.
         """
         assert 0 <= first <= last <= self._global_batch_size, (first, last)
-        chosen = self._positions(iteration)[first:last]
-        return read_windows(self._tokens, chosen, sequence_length=self._sequence_length)
+        owners, windows = self.positions(iteration)
+        return read_windows_of(
+            self._texts, owners[first:last], windows[first:last], sequence_length=self._sequence_length
+        )
 
-    def _positions(self, iteration: int) -> Indices:
+    def positions(self, iteration: int) -> tuple[Indices, Indices]:
+        """Of an iteration's global batch: which text each sample is of, and which window of it."""
         # An iteration's micro-batches ask one after the other.
         if self._known is None or self._known[0] != iteration:
-            positions = sample_positions(
-                seed=self._seed,
-                iteration=iteration,
-                global_batch_size=self._global_batch_size,
-                windows=self._split.training,
-            )
-            self._known = (iteration, self._split.training_windows(positions))
-        return self._known[1]
+            self._known = (iteration, *self._found(iteration))
+        return self._known[1:]
+
+    def _found(self, iteration: int) -> tuple[Indices, Indices]:
+        drawn = drawn_samples(iteration=iteration, global_batch_size=self._global_batch_size)
+        if self._turns is None:
+            return np.zeros_like(drawn), self._windows(0, drawn, source=None)
+        owners, before = self._turns.turns(drawn)
+        windows = np.empty_like(before)
+        for index in np.unique(owners).tolist():
+            mine = owners == index
+            windows[mine] = self._windows(index, before[mine], source=index)
+        return owners, windows
+
+    def _windows(self, index: int, drawn: Indices, *, source: int | None) -> Indices:
+        split = self._splits[index]
+        return split.training_windows(shuffled(drawn, windows=split.training, seed=self._seed, source=source))
 
 
 class HeldOutSamples:
     """The samples that training never sees: the windows held out of its text, or all of another text.
 
     They come in one order for all runs that hold out the same, mixed, so that the first few stand for the whole
-    text. Without anything held out there are none.
+    text, or for all texts of a mixture, each with as many as are held out of it. Without anything held out
+    there are none.
     """
 
-    def __init__(self, tokens: TokenFile, held_out: HeldOut, *, sequence_length: int) -> None:
-        self._tokens = tokens if held_out.tokens is None else TokenFile(held_out.tokens)
+    def __init__(self, tokens: Tokens, held_out: HeldOut, *, sequence_length: int) -> None:
+        self._texts = sources_of(tokens if held_out.tokens is None else open_tokens(held_out.tokens))
         self._sequence_length = sequence_length
-        windows = self._tokens.windows(sequence_length)
-        self._split = None if held_out.tokens is not None else WindowSplit(windows, held_out.share)
-        self._count = windows if self._split is None else self._split.held_out
+        windows = [text.windows(sequence_length) for text in self._texts]
+        whole = held_out.tokens is not None
+        self._splits = None if whole else [WindowSplit(count, held_out.share) for count in windows]
+        counts = windows if self._splits is None else [split.held_out for split in self._splits]
+        self._bounds = np.cumsum([0, *counts])
+        self._count = int(self._bounds[-1])
 
     @property
     def count(self) -> int:
@@ -93,41 +113,75 @@ class HeldOutSamples:
         chosen = np.arange(first, last)
         if len(chosen):
             chosen = permuted(chosen, size=self._count, seed=0, epoch=0)
-        if self._split is not None:
-            chosen = self._split.held_out_windows(chosen)
-        return read_windows(self._tokens, chosen, sequence_length=self._sequence_length)
+        owners = np.searchsorted(self._bounds, chosen, side="right") - 1
+        windows = chosen - self._bounds[owners]
+        if self._splits is not None:
+            for index, split in enumerate(self._splits):
+                mine = owners == index
+                windows[mine] = split.held_out_windows(windows[mine])
+        return read_windows_of(self._texts, owners, windows, sequence_length=self._sequence_length)
+
+
+def read_windows_of(
+    texts: Sequence[TokenFile], owners: Indices, windows: Indices, *, sequence_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `read_windows`, of windows of several texts: `owners` says which text each is of."""
+    if len(texts) == 1:
+        return read_windows(texts[0], windows, sequence_length=sequence_length)
+    both = np.empty((len(windows), sequence_length + 1), dtype=np.int64)
+    for index in np.unique(owners).tolist():
+        mine = owners == index
+        both[mine] = texts[index].read(windows[mine] * sequence_length, sequence_length + 1)
+    return _inputs_and_labels(both)
 
 
 def read_windows(
     tokens: TokenFile, chosen: Indices, *, sequence_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, int64 `[chosen, sequence_length]`, of windows of a text; a label is the next token."""
-    both = torch.from_numpy(tokens.read(chosen * sequence_length, sequence_length + 1))
+    return _inputs_and_labels(tokens.read(chosen * sequence_length, sequence_length + 1))
+
+
+def _inputs_and_labels(windows: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.from_numpy(windows)
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 def sample_positions(*, seed: int, iteration: int, global_batch_size: int, windows: int) -> Indices:
     """Indices of the windows in an iteration's global batch, in order; iterations count from 1."""
+    drawn = drawn_samples(iteration=iteration, global_batch_size=global_batch_size)
+    return shuffled(drawn, windows=windows, seed=seed)
+
+
+def drawn_samples(*, iteration: int, global_batch_size: int) -> Indices:
+    """The numbers, from 0 over the whole run, of the samples in an iteration's global batch."""
     assert iteration >= 1
     start = (iteration - 1) * global_batch_size
-    drawn = np.arange(start, start + global_batch_size)
+    return np.arange(start, start + global_batch_size)
+
+
+def shuffled(drawn: Indices, *, windows: int, seed: int, source: int | None = None) -> Indices:
+    """Which of a text's windows the samples with these numbers are: epoch after epoch, each in an order of its own.
+
+    In a mixture the order is the source's own.
+    """
     epochs, within = np.divmod(drawn, windows)
     positions = np.empty_like(within)
     for epoch in np.unique(epochs):
         mask = epochs == epoch
-        positions[mask] = permuted(within[mask], size=windows, seed=seed, epoch=int(epoch))
+        positions[mask] = permuted(within[mask], size=windows, seed=seed, epoch=int(epoch), source=source)
     return positions
 
 
-def permuted(indices: Indices, *, size: int, seed: int, epoch: int) -> Indices:
-    """Where a permutation of range(size), keyed by seed and epoch, takes each index.
+def permuted(indices: Indices, *, size: int, seed: int, epoch: int, source: int | None = None) -> Indices:
+    """Where a permutation of range(size), keyed by seed, epoch and a mixture's source, takes each index.
 
     A Feistel network permutes the numbers of an even count of bits, whatever its round function;
     stepping on from numbers outside the range (cycle walking) makes it a permutation of the range. It
     needs no table, so a text of any length costs no memory.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
-    keys = _round_keys(seed, epoch)
+    keys = _round_keys(seed, epoch, source)
     values = _feistel(indices.astype(np.uint64), half, keys)
     # The domain is less than four times the range (or four), so few steps remain after each.
     while (outside := values >= size).any():
@@ -135,8 +189,9 @@ def permuted(indices: Indices, *, size: int, seed: int, epoch: int) -> Indices:
     return values.astype(np.int64)
 
 
-def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+def _round_keys(seed: int, epoch: int, source: int | None) -> npt.NDArray[np.uint64]:
+    told = f"{seed} {epoch}" if source is None else f"{seed} {epoch} {source}"
+    digest = hashlib.blake2b(told.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

@@ -82,6 +82,11 @@ class TokenFile:
         return self.header.tokenizer
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """None: it is one text."""
+        return ()
+
+    @property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens: memory-mapped if they lie in one part, else a copy."""
         parts = self._parts
@@ -100,12 +105,12 @@ class TokenFile:
             before += part.tokens
         return made[0] if len(made) == 1 else np.concatenate(made)
 
-    def windows(self, sequence_length: int) -> int:
+    def windows(self, sequence_length: int, *, told: str = "the data") -> int:
         """How many samples of `sequence_length` tokens, each with its next token, the text gives.
 
-        UserError if it gives none.
+        UserError if it gives none; `told` is what it calls the text.
         """
-        return windows_of(self.count, sequence_length)
+        return windows_of(self.count, sequence_length, told=told)
 
     def read(self, starts: Indices, length: int) -> Indices:
         """Tokens [start, start + length) for each start, int64 `[starts, length]`; all of them must be there."""
@@ -158,13 +163,13 @@ class HeldOut:
 NOTHING_HELD_OUT = HeldOut()
 
 
-def windows_of(tokens: int, sequence_length: int) -> int:
-    """The whole samples in so many tokens. UserError if there is none."""
+def windows_of(tokens: int, sequence_length: int, *, told: str = "the data") -> int:
+    """The whole samples in so many tokens. UserError if there is none; `told` is what it calls the text."""
     windows = (tokens - 1) // sequence_length
     if windows < 1:
         raise UserError(
             f"training.sequence_length = {sequence_length} needs {sequence_length + 1} tokens of text,"
-            f" but the data hold {tokens}; shorten the sequence or give more text"
+            f" but {told} hold{'' if told == 'the data' else 's'} {tokens}; shorten the sequence or give more text"
         )
     return windows
 

@@ -23,11 +23,12 @@ from actors.engine.exchange import Exchange
 from actors.engine.gradient_buffer import ParameterGradients, Piece
 from actors.engine.gradient_sync import CallTime
 from actors.engine.loss_scale import LossScale
+from actors.engine.mixture import Tokens, open_tokens
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.process_groups import ProcessGroups
 from actors.engine.stage_runner import StageRunner, StepTime
 from actors.engine.support import check_supported
-from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut, TokenFile
+from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut
 from actors.engine.training_state import TrainingState
 from actors.engine.transports import message_transports, slice_gather
 from actors.engine.update import UpdateMaker
@@ -149,7 +150,7 @@ class Trainer:
                     device=self._device,
                     dtype=DTYPES[self._plan.dtypes.param],
                 ).make()
-            tokens = TokenFile(config.tokens)
+            tokens = open_tokens(config.tokens)
             self._batches = _batches(config, tokens, self._place, self._device)
             self._runner = self._make_runner()
             self._evaluator = self._make_evaluator(tokens)
@@ -353,7 +354,7 @@ class Trainer:
             before_last_backward=self._update.sync.arm if plan.overlap else None,
         )
 
-    def _make_evaluator(self, tokens: TokenFile) -> Evaluator:
+    def _make_evaluator(self, tokens: Tokens) -> Evaluator:
         held_out = HeldOutSamples(tokens, self._config.held_out, sequence_length=self._plan.sequence_length)
         batches = HeldOutBatches(
             plan=self._plan,
@@ -403,7 +404,7 @@ def _build_model(
     return model, handles
 
 
-def _batches(config: TrainerConfig, tokens: TokenFile, place: RankPlace, device: Device) -> ReplicaBatches:
+def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: Device) -> ReplicaBatches:
     samples = Samples(
         tokens,
         sequence_length=config.plan.sequence_length,

@@ -13,17 +13,18 @@ class WindowSplit:
 
     Those held out stand at equal distances over the whole text: of n, the j-th (from 0) is the window in the middle
     of the j-th of n equal parts. So the split follows from the number of windows and the share alone: no seed and
-    no plan has a part in it, and no table is kept. Raises UserError if nothing would be left.
+    no plan has a part in it, and no table is kept. Raises UserError if nothing would be left; `told` is what it
+    calls the text.
     """
 
-    def __init__(self, windows: int, share: float) -> None:
+    def __init__(self, windows: int, share: float, *, told: str = "the text") -> None:
         assert windows < 2**31, "products of two counts must fit 64 bits"
         self._windows = windows
         self.held_out = max(1, round(windows * share)) if share else 0
         self.training = windows - self.held_out
         if self.training < 1:
             raise UserError(
-                f"data.held_out = {share:g} leaves nothing to train on: the text holds {windows} sample"
+                f"data.held_out = {share:g} leaves nothing to train on: {told} holds {windows} sample"
                 f"{'s' if windows > 1 else ''}; shorten training.sequence_length, give more text, or hold out less"
             )
 

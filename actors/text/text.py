@@ -36,7 +36,7 @@ def check_text(source: TextSource, *, sequence_length: int, vocab_size: int) -> 
     makes more ids than `vocab_size`, or bytes are too few for a sample. Returns the samples, where sizes tell."""
     if (prepared := prepared_of(source)) is not None:
         check_vocabulary(prepared, vocab_size)
-        return prepared.windows(sequence_length)
+        return prepared.windows(sequence_length, told=source.told("the data"))
     files = files_of(source)
     format_ = format_of(source, files)
     files = filled_files(source, files, format_, silent)
@@ -47,4 +47,5 @@ def check_text(source: TextSource, *, sequence_length: int, vocab_size: int) -> 
     if format_ != "text" or tokenizer.identity != "byte" or not isinstance(source.path, Path):
         return None
     # Every document has an end.
-    return windows_of(sum(file.stat().st_size + 1 for file in files), sequence_length)
+    tokens = sum(file.stat().st_size + 1 for file in files)
+    return windows_of(tokens, sequence_length, told=source.told("the data"))

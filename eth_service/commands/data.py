@@ -57,7 +57,7 @@ def prepare(
         "tokenizer": tokenizer,
         "end_of_document": end_of_document,
     }
-    source = parse(Data, values, source="eth data prepare").source(Path())
+    (source,) = parse(Data, values, source="eth data prepare").sources(Path())
     console = Console(stderr=True)
     with _locked(output), Progress(console=console, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("parts", total=None)

@@ -27,6 +27,10 @@ def training(**changes: Any) -> dict[str, Any]:
     return {"training": job_data()["training"] | changes}
 
 
+def mixture(*weights: Any) -> list[dict[str, Any]]:
+    return [{"path": "text.txt", "weight": weight} for weight in weights]
+
+
 def parsed(tmp_path: Path, **changes: Any) -> Job:
     return parse_job(job_data(**changes), base=tmp_path)
 
@@ -35,7 +39,7 @@ def test_a_short_job_has_defaults(tmp_path: Path) -> None:
     job = parsed(tmp_path)
     assert (job.cluster, job.plan, job.strategy) == ("auto", "auto", "eth")
     assert job.training.precision == "fp32" and job.training.gradient_clip == 1.0
-    assert job.data_path() == tmp_path / "text.txt"
+    assert job.texts()[0].path == tmp_path / "text.txt"
 
 
 def test_paths_start_at_the_job_file(tmp_path: Path) -> None:
@@ -45,7 +49,7 @@ def test_paths_start_at_the_job_file(tmp_path: Path) -> None:
     (folder / "job.yaml").write_text(yaml.safe_dump(job_data(cluster="cluster.yaml")))
     job = read_job(folder / "job.yaml")
     assert not isinstance(job.cluster, str) and job.cluster.counts == {"A100": 2}
-    assert job.data_path() == folder / "text.txt"
+    assert job.texts()[0].path == folder / "text.txt"
 
 
 def test_what_is_held_out_is_a_share_or_a_text(tmp_path: Path) -> None:
@@ -148,6 +152,21 @@ def test_zero_stages_leave_a_way(tmp_path: Path) -> None:
         (training(learning_rate=-1), "training.learning_rate.peak = -1"),
         (training(optimizer={"betas": [0.9, 1.0]}), "both must be at least 0 and below 1"),
         ({"data": {"path": ""}}, "data.path"),
+        ({"data": {}}, "data: path is missing; add it, or a mixture of texts"),
+        (
+            {"data": {"path": "a", "mixture": mixture(1, 2)}},
+            "path = 'a' stands beside mixture, whose sources",
+        ),
+        (
+            {"data": {"field": "a", "mixture": mixture(1, 2)}},
+            "field = 'a' stands beside mixture, whose sources",
+        ),
+        ({"data": {"mixture": mixture(1)}}, "mixture has 1 source; give two or more, or one as path"),
+        ({"data": {"mixture": mixture(1, 0)}}, "mixture.1.weight = 0 must be above 0; raise it"),
+        ({"data": {"mixture": mixture(1, -2)}}, "mixture.1.weight = -2 must be above 0; raise it"),
+        ({"data": {"mixture": mixture(1e-9, 1)}}, "mixture.0.weight = 1e-09 is less than 1e-06 of all"),
+        ({"data": {"mixture": mixture(1, "much")}}, "data.mixture.1.weight = 'much'"),
+        ({"data": {"mixture": [{"path": "a"}, {"weight": 1}]}}, "data.mixture.0.weight is missing; add it"),
         ({"emulation": {}, "cluster": "1x1:A100"}, "no node of the cluster says emulate: true"),
         (training(learning_rate=float("inf")), "training.learning_rate.peak = inf: input should be a finite"),
         (training(global_batch_size=10**20), "training.global_batch_size = 1000000"),
@@ -196,7 +215,7 @@ def test_learning_rates_warm_up_and_end() -> None:
 def test_a_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     job = parsed(tmp_path / "jobs", data={"path": "~/text.txt"})
-    assert job.data_path() == tmp_path / "home" / "text.txt"
+    assert job.texts()[0].path == tmp_path / "home" / "text.txt"
 
 
 def test_a_bare_number_is_a_constant_rate(tmp_path: Path) -> None:

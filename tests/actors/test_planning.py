@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.job import Job, read_job
-from actors.planning import least_sharded, make_plan, plan_request, prepare
+from actors.planning import Prepared, least_sharded, make_plan, plan_request, prepare
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.units import parse_bandwidth
@@ -100,3 +100,22 @@ def test_the_token_file_is_made_once(tmp_path: Path) -> None:
     stamp = first.stat().st_mtime_ns
     assert prepare(job).tokens == first
     assert first.stat().st_mtime_ns == stamp
+
+
+def test_a_mixture_is_prepared_as_one_and_its_short_sources_are_named(tmp_path: Path) -> None:
+    job = job_with(tmp_path)
+    (tmp_path / "few.txt").write_text("a few words of text. " * 20)
+
+    def mixed(**settings: Any) -> Prepared:
+        sources = [{"path": str(job.texts()[0].path), "weight": 3}, {"path": "few.txt", "weight": 1}]
+        return prepare(job_with(tmp_path, data={"mixture": sources, **settings}))
+
+    identity = mixed(held_out=0.1).data_identity()
+    assert (identity.weights, identity.held_out) == ((3, 1), "0.1")
+    assert mixed().data_identity().tokens == prepare(job).data_identity().tokens + 421
+    (tmp_path / "few.txt").write_text("few")
+    with pytest.raises(UserError, match=r"but data\.mixture\.1\.path = '.*few\.txt' holds 4; shorten"):
+        mixed()
+    (tmp_path / "few.txt").write_text("a" * (job.training.sequence_length + 1))
+    with pytest.raises(UserError, match=r"on: data\.mixture\.1\.path = '.*few\.txt' holds 1 sample; shorten"):
+        mixed(held_out=0.1)

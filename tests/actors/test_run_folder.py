@@ -72,7 +72,7 @@ def test_the_written_job_can_be_run_again_from_anywhere(tmp_path: Path) -> None:
     folder.create()
     folder.write_job(job)
     again = read_job(folder.path / "job.yaml")
-    assert again.data_path() == tmp_path / "text.txt"
+    assert again.texts()[0].path == tmp_path / "text.txt"
     assert again.model_dump(exclude={"data"}) == job.model_dump(exclude={"data"})
 
 
@@ -94,3 +94,14 @@ def test_metrics_are_whole_lines(tmp_path: Path) -> None:
         folder.append_metrics({"iteration": iteration, "loss": 0.5})
     assert [json.loads(line)["iteration"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
     assert folder.written() == ["metrics.jsonl"]
+
+
+def test_the_written_job_names_the_sources_of_a_mixture_from_anywhere(tmp_path: Path) -> None:
+    values = make_job(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["data"] = {"mixture": [{"path": f"{name}.txt", "weight": 2} for name in "ab"]}
+    folder = RunFolder.check(tmp_path / "a" / "run", overwrite=False)
+    folder.create()
+    folder.write_job(parse_job(values, base=tmp_path))
+    again = read_job(folder.path / "job.yaml")
+    assert [text.path for text in again.texts()] == [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert again.data.mixture is not None and [source.weight for source in again.data.mixture] == [2, 2]

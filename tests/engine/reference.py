@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from actors.engine.data import Samples
+from actors.engine.mixture import open_tokens
 from actors.engine.model.dropout import Draws, kept_mask
-from actors.engine.tokens import TokenFile
 from actors.engine.weights import initial_parameter
 from actors.job import Training
 from planner.model_spec import ModelSpec
@@ -54,7 +54,7 @@ def train(model: ModelSpec, training: Training, tokens: Path, *, exact: bool = F
     }
     optimizer = _optimizer(masters, training)
     samples = Samples(
-        TokenFile(tokens),
+        open_tokens(tokens),
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
         seed=training.seed,

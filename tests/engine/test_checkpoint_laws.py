@@ -26,11 +26,14 @@ from actors.checkpoints import (
     read_manifest,
 )
 from actors.engine.checkpoint import SavedCheckpoint, load_slices
+from actors.engine.mixture import write_mixture
 from actors.engine.state_slices import StateSlice
+from actors.engine.tokens import TokenFile
 from actors.engine.trainer import IterationReport, TrainerConfig
 from actors.engine.weights import DTYPES
 from actors.job import Optimizer, Training
 from actors.storage import StoragePath
+from actors.text.text import prepare_tokens
 from planner.errors import UserError
 from planner.parameters import model_parameters
 from planner.plan import Plan
@@ -152,6 +155,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
+@pytest.fixture(scope="module")
+def mixture(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "few.txt").write_text("Few words, that come again and again. " * 9)
+    few = prepare_tokens(folder / "few.txt", cache_dir=folder)
+    return write_mixture([(TokenFile(tokens), 2), (few, 1)], folder).path
+
+
 def with_zero(plan: Plan, stage: int, scope: str = "all") -> Plan:
     fields = {"zero_stage": stage, "zero_scope": scope, "gradient_sync": "block"}
     return Plan.model_validate(plan.model_dump() | fields)
@@ -187,9 +198,10 @@ QUICK = ("shards to whole state", "llama")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
 )
 def test_another_plan_goes_on_as_if_unbroken(
-    rank_pool: RankPool, tokens: Path, tmp_path: Path, name: str
+    rank_pool: RankPool, tokens: Path, mixture: Path, tmp_path: Path, name: str
 ) -> None:
-    assert_as_unbroken(rank_pool, *PAIRS[name], tokens, tmp_path)
+    text = mixture if "llama" in name else tokens
+    assert_as_unbroken(rank_pool, *PAIRS[name], text, tmp_path)
 
 
 @pytest.mark.slow
@@ -396,6 +408,9 @@ def test_another_model_or_text_does_not_go_on(saved_once: Path) -> None:
     deeper = manifest.model.model_copy(update={"layers": 9})
     with pytest.raises(UserError, match="its layers is 4, not 9"):
         check_continues(manifest, **(given | {"model": deeper}))
+    mixed = manifest.data.model_copy(update={"weights": (1.0, 2.5)})
+    with pytest.raises(UserError, match=r"data\.mixture has weights 1, 2\.5 but .* with none; write those"):
+        check_continues(manifest, **(given | {"data": mixed}))
     text = manifest.data.model_copy(update={"name": "abc"})
     with pytest.raises(UserError, match="another text"):
         check_continues(manifest, **(given | {"data": text}))

@@ -82,7 +82,7 @@ def test_the_stored_document_is_the_same_job_from_any_folder(root: Path, tmp_pat
     again = read_job(tmp_path / "job.yaml")
     assert job_document(again) == job_document(job)
     assert again.cluster == parse_job(job_values(), base=root).cluster
-    assert again.data_path() == root / "texts"
+    assert again.texts()[0].path == root / "texts"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,10 @@ def test_the_stored_document_is_the_same_job_from_any_folder(root: Path, tmp_pat
         (
             {"data": {"path": "texts", "held_out": {"path": "texts", "pattern": "/*"}}},
             "data.held_out.pattern",
+        ),
+        (
+            {"data": {"mixture": [{"path": "texts", "weight": 1}, {"path": "../secret.txt", "weight": 1}]}},
+            "data.mixture.1.path",
         ),
         ({"model": "../secret.txt"}, "model"),
         ({"cluster": "/etc/hostname"}, "cluster"),
@@ -150,6 +154,10 @@ def test_a_plan_that_the_runtime_cannot_execute_is_refused_at_once(root: Path) -
         (
             {"data": {"path": "texts/book.txt", "held_out": {"path": "texts/empty.txt"}}},
             "data.held_out.path = ",
+        ),
+        (
+            {"data": {"mixture": [{"path": f"texts/{name}.txt", "weight": 1} for name in ("book", "note")]}},
+            "data.mixture.1.path = '",
         ),
         ({"model": "gpt3-175b"}, "model gpt3-175b does not fit: stage 0"),
     ],
