@@ -33,8 +33,15 @@ if TYPE_CHECKING:
 PLACEMENT_SECONDS = 60.0
 # Workers import torch one after another on a small host; this bounds a start that will never end.
 _UP_SECONDS = 300.0
-# The driver waits a little longer than a pipeline does, to hear what all of them saw.
-_GRACE_SECONDS = 13.0
+# The driver waits a little longer than a pipeline does, to hear what all of them saw. Once a rank has timed out it
+# need not wait for those that only lost a peer: whoever is silent by then is found by asking.
+_GRACE_SECONDS = {
+    FailureKind.DIED: 0.5,
+    FailureKind.ERROR: 0.5,
+    FailureKind.HUNG: 3.5,
+    FailureKind.TIMED_OUT: 3.5,
+    FailureKind.DISCONNECTED: 13.0,
+}
 _CONTROL_SECONDS = 6.0
 _EXIT_SECONDS = 4.0
 
@@ -134,8 +141,8 @@ class Crew:
                 results |= outcome.results
                 failures += outcome.failures
             if failures:
-                known = root_cause(failures).kind <= FailureKind.ERROR
-                deadline = min(deadline, time.monotonic() + (0.5 if known else _GRACE_SECONDS))
+                grace = _GRACE_SECONDS[root_cause(failures).kind]
+                deadline = min(deadline, time.monotonic() + grace)
         if failures or late:
             raise self._diagnose(failures, patience_seconds=patience_seconds)
         return results
@@ -172,7 +179,8 @@ class Crew:
 
     def _diagnose(self, failures: list[RankFailure], *, patience_seconds: float) -> TrainingFailed:
         if not failures or root_cause(failures).kind is FailureKind.TIMED_OUT:
-            failures = failures + self._suspects()
+            heard = {failure.rank for failure in failures}
+            failures = failures + [failure for failure in self._suspects() if failure.rank not in heard]
         if not failures:
             return TrainingFailed(
                 f"no rank answered within {patience_seconds:.0f} s; all wait for each other"
@@ -183,15 +191,16 @@ class Crew:
             return TrainingFailed(f"every rank {blamed.cause}", details=blamed.details)
         others = len({failure.rank for failure in failures} - {blamed.rank})
         seen = f" ({others} other ranks failed after it)" if others > 1 else ""
-        return TrainingFailed(f"{blamed}{seen}", details=blamed.details)
+        # A stopped process has no stack to show; what its peers saw then says where the run stood.
+        witnesses = (f"{failure}\n{failure.details}" for failure in failures if failure is not blamed)
+        return TrainingFailed(f"{blamed}{seen}", details=blamed.details or "\n".join(witnesses))
 
     def _suspects(self) -> list[RankFailure]:
         found: list[RankFailure] = []
-        for pipeline in self._pipelines:
-            try:
-                found += ray.get(pipeline.suspects.remote(), timeout=_CONTROL_SECONDS)
-            except (RayActorError, GetTimeoutError):
-                continue
+        deadline = time.monotonic() + _CONTROL_SECONDS
+        for asked in self._everywhere(lambda p: p.suspects.remote()):
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                found += ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
         return found
 
 

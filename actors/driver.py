@@ -153,7 +153,7 @@ class _Run:
 
     def finish(self, state: str, *, failure: TrainingFailed | None = None) -> Summary:
         """Write the summary and tell the observer, if the run got as far as a plan."""
-        if self._plan is not None and failure is not None and failure.details:
+        if self._plan is not None and failure is not None:
             self._folder.write_failure(f"{failure}\n\n{failure.details}")
         summary = summarize(
             self._rows,

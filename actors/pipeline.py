@@ -71,6 +71,7 @@ class Pipeline:
         self._ended: int | None = None
         self._processes: dict[int, RankProcess] = {}
         self._owed: Counter[int] = Counter()
+        self._failures: list[RankFailure] = []
         self._workers: dict[int, ActorHandle] = {
             place.rank: _create_worker(place, bundle, group=group, index=index, make_trainer=make_trainer)
             for index, (place, bundle) in enumerate(zip(places, bundles, strict=True))
@@ -116,14 +117,11 @@ class Pipeline:
         return await self._everywhere(lambda worker: worker.close.remote())
 
     async def suspects(self) -> list[RankFailure]:
-        """The ranks that owe an answer and are not merely waiting for another rank, with their stacks."""
+        """What has failed so far, and the ranks that owe an answer and are not merely waiting for another rank,
+        with their stacks. Answers at once, also while a call still waits for what other ranks saw."""
         ranks = sorted(rank for rank, answers in self._owed.items() if answers)
-        stacks = await asyncio.gather(*(self._stack(rank) for rank in ranks))
-        return [
-            failure
-            for rank, stack in zip(ranks, stacks, strict=True)
-            if (failure := _suspect(self._places[rank], stack)) is not None
-        ]
+        found = await asyncio.gather(*(self._suspect(rank) for rank in ranks))
+        return self._failures + [failure for failure in found if failure is not None]
 
     async def _everywhere(self, call: Callable[[ActorHandle], Any]) -> Outcome:
         """Make a call on every worker and wait for all, or for the rest only so long once one has failed."""
@@ -150,18 +148,26 @@ class Pipeline:
 
     def _note(self, outcome: Outcome, *, rank: int, answer: Any) -> None:
         self._owed[rank] -= 1
+        if isinstance(answer, BaseException):
+            answer = self._death(rank, answer)
         if isinstance(answer, RankFailure):
             outcome.failures.append(answer)
-        elif isinstance(answer, BaseException):
-            outcome.failures.append(_death(self._places[rank], self._processes.get(rank), answer))
+            self._failures.append(answer)
         else:
             outcome.results[rank] = answer
 
-    async def _stack(self, rank: int) -> str | None:
+    async def _suspect(self, rank: int) -> RankFailure | None:
+        stack: str | None
         try:
-            return await asyncio.wait_for(_ref(self._workers[rank].stack.remote()), _CONTROL_SECONDS)
-        except (TimeoutError, RayActorError):
-            return None
+            stack = await asyncio.wait_for(_ref(self._workers[rank].stack.remote()), _CONTROL_SECONDS)
+        except TimeoutError:
+            stack = None
+        except RayActorError as error:
+            return self._death(rank, error)
+        return _suspect(self._places[rank], stack)
+
+    def _death(self, rank: int, error: BaseException) -> RankFailure:
+        return _death(self._places[rank], self._processes.get(rank), error)
 
 
 PipelineActor: Any = ray.remote(Pipeline).options(num_cpus=0, max_restarts=0, max_task_retries=0)

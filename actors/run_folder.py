@@ -33,7 +33,7 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 class RunFolder:
     """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
-    `failure.txt` if a rank failed, `checkpoints` if the job saves any, and `hugging-face` if the weights that it
+    `failure.txt` if the run failed, `checkpoints` if the job saves any, and `hugging-face` if the weights that it
     started from came with a tokenizer or a config.json."""
 
     def __init__(self, path: Path, *, taken: bool = False) -> None:
@@ -138,7 +138,7 @@ class RunFolder:
         self._write(SUMMARY, json.dumps(summary, indent=1) + "\n")
 
     def write_failure(self, text: str) -> None:
-        """What ended the run, with the stack of the rank to blame."""
+        """What ended the run, with the stack of the rank to blame or else what its peers saw."""
         self._write(FAILURE, text.rstrip() + "\n")
 
     def written(self) -> list[str]:

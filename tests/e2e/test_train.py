@@ -153,6 +153,28 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert run.leaves_nothing()
 
 
+@pytest.mark.slow
+def test_a_stopped_worker_ends_the_run_soon_and_failure_txt_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = write_job(tmp_path, steps=100_000, runtime={"timeout_seconds": 5})
+    run = Run([str(job), "--output", str(folder)], tmp_path)
+    assert wait_until(lambda: len(rows(folder)) >= 2)
+    os.kill(run.processes(name="ray::Worker")[0], signal.SIGSTOP)
+    code, out, err = run.end(seconds=60)
+    assert code == 1
+    (told,) = [line for line in err.splitlines() if line.startswith("eth: ")]
+    assert "hung: its process does not answer" in told
+    assert "failed after" in out
+    failure = (folder / "failure.txt").read_text()
+    assert failure.startswith(told.removeprefix("eth: "))
+    # The stopped process has no stack to show: a peer's stands in for it.
+    assert "timed out waiting for a peer" in failure and "Traceback" in failure
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["state"] == "failed" and summary["failure"] == told.removeprefix("eth: ")
+    assert "failure.txt" in summary["written"]
+    assert run.leaves_nothing()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_run_says_what_it_wrote_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
