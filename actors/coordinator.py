@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,12 @@ class Coordinator:
         )
         self._generation = 0
         self._processes: dict[int, RankProcess] = {}
+        self._forever = threading.Event()
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never answers: the call fails when this process ends, which tells the caller so at once."""
+        self._forever.wait()
 
     def next_generation(self, *, timeout_seconds: float) -> Rendezvous:
         """Forget the ranks of the last generation and open a new one."""
@@ -78,4 +85,5 @@ class Coordinator:
 
 # Outside of the placement groups: the store must outlive a pipeline that is lost. It asks for no CPU,
 # since it only listens.
-CoordinatorActor: Any = ray.remote(Coordinator).options(num_cpus=0, max_restarts=0)
+_remote: Any = ray.remote  # Ray's type stubs do not know concurrency groups
+CoordinatorActor: Any = _remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})(Coordinator)

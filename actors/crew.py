@@ -43,6 +43,11 @@ _GRACE_SECONDS = {
     FailureKind.DISCONNECTED: 13.0,
 }
 _CONTROL_SECONDS = 6.0
+_COORDINATOR_GRACE_SECONDS = 1.0
+_COORDINATOR_DIED = (
+    "the coordinator's process ended unexpectedly: it was killed, crashed or ran its host out of memory;"
+    " without its store the ranks cannot meet"
+)
 _EXIT_SECONDS = 4.0
 
 Pending = Mapping[Any, int]
@@ -61,6 +66,7 @@ class Crew:
         listed = bundles(plan, bound)
         self._groups = reserve(listed, timeout_seconds=PLACEMENT_SECONDS)
         self._coordinator = CoordinatorActor.remote()
+        self._coordinator_end = self._coordinator.watch.remote()
         self._pipelines: list[ActorHandle] = [
             PipelineActor.remote(
                 [place for place in plan.ranks if place.pipeline == index],
@@ -132,10 +138,16 @@ class Crew:
         results: dict[int, Any] = {}
         failures: list[RankFailure] = []
         deadline = time.monotonic() + patience_seconds
-        late = False
+        late = coordinator_died = False
         while waiting and not late:
-            ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            watched = [*waiting] if coordinator_died else [self._coordinator_end, *waiting]
+            ready, _ = ray.wait(watched, timeout=max(0.0, deadline - time.monotonic()))
             late = not ready
+            if self._coordinator_end in ready:
+                coordinator_died = True
+                ready.remove(self._coordinator_end)
+                # The ranks may have died with it, as on a lost node; they are then named.
+                deadline = min(deadline, time.monotonic() + _COORDINATOR_GRACE_SECONDS)
             for reference in ready:
                 outcome = self._outcome(reference, pipeline=waiting.pop(reference))
                 results |= outcome.results
@@ -143,6 +155,8 @@ class Crew:
             if failures:
                 grace = _GRACE_SECONDS[root_cause(failures).kind]
                 deadline = min(deadline, time.monotonic() + grace)
+        if coordinator_died and not any(failure.kind <= FailureKind.ERROR for failure in failures):
+            raise TrainingFailed(_COORDINATOR_DIED)
         if failures or late:
             raise self._diagnose(failures, patience_seconds=patience_seconds)
         return results

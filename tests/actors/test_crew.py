@@ -111,6 +111,21 @@ def test_a_failing_rank_is_named_and_every_process_ends(
     assert wait_until(lambda: not any(alive(process.pid) for process in crew.processes))
 
 
+def test_a_coordinator_that_dies_while_ranks_iterate_ends_the_run_at_once() -> None:
+    plan = small_plan()
+    with make_crew(plan, fault=Fault(1, 2, spin)) as crew:
+        crew.start(config(plan))
+        crew.collect(crew.submit(1), patience_seconds=PATIENCE)
+        pending = crew.submit(2)
+        ray.kill(crew._coordinator)
+        began = time.monotonic()
+        with pytest.raises(TrainingFailed, match=r"^the coordinator's process ended unexpectedly"):
+            crew.collect(pending, patience_seconds=PATIENCE)
+        # Far below the timeout and the patience of a minute.
+        assert time.monotonic() - began < 30
+    assert wait_until(lambda: not any(alive(process.pid) for process in crew.processes))
+
+
 def test_devices_that_are_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.crew.PLACEMENT_SECONDS", 2.0)
     plan = two_pipelines()

@@ -29,18 +29,22 @@ def test_a_killed_driver_leaves_nothing_on_the_cluster(tmp_path: Path) -> None:
         assert wait_until(lambda: len(rows(folder)) >= 2)
         held = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
         assert [len(group["bundles"]) for group in held] in ([1, 2], [2, 1])
-        assert actor_processes(tmp_path)
+        workers = actor_processes(tmp_path)
+        assert workers
+        actors = [*workers, *coordinators()]
+        assert len(actors) > len(workers)
     finally:
         driver.kill()
         driver.wait()
-    assert wait_until(lambda: not actor_processes(tmp_path), seconds=30)
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in actors), seconds=30)
+    assert not actor_processes(tmp_path)
     assert wait_until(
         lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()), seconds=30
     )
 
 
-def actor_processes(folder: Path) -> list[str]:
-    """Commands of living actors' processes of the run, which have its token file open."""
+def actor_processes(folder: Path) -> list[int]:
+    """Living workers' processes of the run, which have its token file open."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -49,5 +53,23 @@ def actor_processes(folder: Path) -> list[str]:
         except OSError:
             continue
         if str(folder) in maps:
-            found.append(command.decode())
+            found.append(int(entry.name))
     return found
+
+
+def coordinators() -> list[int]:
+    """Living coordinators on Ray nodes that this process started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if command.startswith(b"ray::Coordinator") and parent(parent(int(entry.name))) == os.getpid():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def parent(pid: int) -> int:
+    """The process that started `pid`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
