@@ -45,7 +45,7 @@ app.command("serve")(serve.serve)
 
 
 def main() -> None:
-    """Entry point of the console script: a user's mistake is one line on stderr and exit code 2."""
+    """Run one command: a user's mistake is one line on stderr and exit code 2."""
     try:
         # Without standalone mode a wrong option is raised too, instead of being drawn as a box.
         code = app(standalone_mode=False)

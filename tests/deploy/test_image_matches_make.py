@@ -155,7 +155,7 @@ def serve_arguments() -> list[str]:
 
 
 def test_commands_are_real(serve_help: str) -> None:
-    assert PROJECT["project"]["scripts"]["eth"] == "eth_service.cli:main"
+    assert PROJECT["project"]["scripts"]["eth"] == "eth_service.console:main"
     assert len(serve_arguments()) == 2
     options = {option for arguments in serve_arguments() for option in re.findall(r"--[a-z-]+", arguments)}
     assert "--port" in options
