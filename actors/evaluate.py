@@ -74,10 +74,10 @@ def _job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
 def _held_out_samples(job: Job, prepared: Prepared) -> int:
     """How many there are. UserError if there are none."""
     from actors.engine.data import HeldOutSamples
-    from actors.engine.tokens import TokenFile
+    from actors.engine.mixture import open_tokens
 
     samples = HeldOutSamples(
-        TokenFile(prepared.tokens), prepared.held_out, sequence_length=job.training.sequence_length
+        open_tokens(prepared.tokens), prepared.held_out, sequence_length=job.training.sequence_length
     )
     if not samples.count:
         raise UserError(

@@ -67,7 +67,7 @@ def test_what_is_imported_and_exported_is_the_same_model(
     job = read_job(ours / "job.yaml")
     assert job.weights_path() == ours / "weights.safetensors" and job.training.precision == "bf16"
     assert job.model.vocab_size == 300 and job.training.sequence_length == 16
-    assert job.data.source(job.base).tokenizer == ours / "tokenizer.json"
+    assert job.texts()[0].tokenizer == ours / "tokenizer.json"
 
     code, out, err = eth(capsys, "export", ours, "--output", back, "--shard-size", "50 kB")
     assert code == 0, err

@@ -80,7 +80,8 @@ TINY = [
 @pytest.mark.parametrize("nodes", TINY)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_plan_of_plain_enumeration_is_better(nodes: list[dict[str, int]], seed: int) -> None:
-    request = random_request(seed, nodes, batch=3, layers=2)
+    # The enumeration has no stages that cut activations by position, which can be quicker.
+    request = random_request(seed, nodes, batch=3, layers=2).model_copy(update={"sequence_parallel": False})
     best = best_price(request, micro_batch_sizes=[1, 2, 3])
     if best == float("inf"):
         with pytest.raises(UserError, match="does not fit"):
