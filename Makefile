@@ -47,9 +47,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two at a time, the longest first: many tests wait for processes that they started (ranks, Ray, servers), so that one
-# half alone leaves a core idle much of the time.
-PARTS = test-engine test-services test-planner
+# Two at a time: many tests wait for processes that they started (ranks, Ray, servers), so that one part alone leaves a
+# core idle much of the time. The planner's tests compute on one core, and fill what the engine's leave.
+PARTS = test-planner test-engine test-services
 BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=none
 
 test: lint ## lint, then every test that is not marked slow
