@@ -4,6 +4,10 @@ Hardware truth for the cost model: every run of the table becomes a Plan, priced
 model with the imported profile and links. Nothing but one factor on the operators' seconds is ever fitted to
 the runs; beside its error stands the leave-one-out error, each run predicted with the factor of the others.
 
+The runs are priced with whole rows sent from each TP rank to its peer, as pipelines of one TP degree are wont to
+do; `--exchange cheaper` prices them as this project's engine would exchange, in slices where the links make that
+quicker.
+
 Two things about the profile have to be read one way or the other, and all four readings are shown:
 - dropout: the profile's operators ran with it. The runs' memory grows by 3.1 GiB a sample, which leaves no
   room for the mask and output of attention dropout (4.9 GiB a sample with them), so the runs had none.
@@ -26,6 +30,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from planner.cluster import Cluster, from_short_form
+from planner.cost.exchange import WAYS, Way
 from planner.cost.price import price_plan
 from planner.model_spec import PRESETS, ModelSpec
 from planner.plan import Dtypes, PipelinePlan, Plan, Predicted, StagePlan
@@ -169,9 +174,12 @@ class Reading:
 class Predictor:
     """All runs predicted under one reading, as a function of the calibration factor."""
 
-    def __init__(self, runs: Sequence[Run], profile: DeviceProfile, reading: Reading) -> None:
+    def __init__(
+        self, runs: Sequence[Run], profile: DeviceProfile, reading: Reading, ways: Sequence[Way]
+    ) -> None:
         self.runs = runs
         self.reading = reading
+        self.ways = ways
         self.model = PRESETS["gpt3-350m"].model_copy(update={"dropout": 0.1 if reading.dropout else 0.0})
         self.table = MeasuredProfile(self.model, {"GH200": profile}, make_cluster(1).device_types)
         self.measured = np.array([run.iteration_seconds for run in runs])
@@ -188,8 +196,8 @@ class Predictor:
         found = []
         for run in self.runs:
             plan, _ = make_plan(run, self.model, table)
-            replayed = simulate(plan, profile=table, events=False).iteration_seconds
-            found.append(Outcome(run, price_plan(plan, profile=table), replayed))
+            replayed = simulate(plan, profile=table, ways=self.ways, events=False).iteration_seconds
+            found.append(Outcome(run, price_plan(plan, profile=table, ways=self.ways), replayed))
         return found
 
     def seconds(self, factor: float) -> np.ndarray:
@@ -279,7 +287,10 @@ def show_readings(summaries: Sequence[dict[str, float | bool]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of the GH-96 profile")
-    folder: Path = parser.parse_args().profiles
+    parser.add_argument("--exchange", choices=("whole", "cheaper"), default="whole", help="between stages")
+    arguments = parser.parse_args()
+    folder: Path = arguments.profiles
+    ways: tuple[Way, ...] = ("whole",) if arguments.exchange == "whole" else WAYS
     if not (folder / RUNS).is_file():
         print(f"{folder / RUNS} is absent: nothing to compare with")
         print(json.dumps({"benchmark": "predict_gh200", "skipped": True}))
@@ -288,7 +299,7 @@ def main() -> None:
     launch = launch_seconds(profile)
     runs = read_runs(folder / RUNS)
     predictors = [
-        Predictor(runs, profile, Reading(dropout, seconds))
+        Predictor(runs, profile, Reading(dropout, seconds), ways)
         for dropout in (True, False)
         for seconds in (0.0, launch)
     ]
@@ -303,6 +314,7 @@ def main() -> None:
     result = {
         "benchmark": "predict_gh200",
         "runs": len(runs),
+        "exchange": arguments.exchange,
         "mean_error": summaries[-1]["calibrated_mean_error"],
         "worst_error": summaries[-1]["calibrated_worst_error"],
         "leave_one_out_mean_error": summaries[-1]["leave_one_out_mean_error"],

@@ -7,10 +7,10 @@ schedule and that receiving overlaps with computing, so its figure is at most Eq
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.cost.exchange import row_overlaps
+from planner.cost.exchange import WAYS, Way, row_overlaps
 from planner.cost.gradient import finish
 from planner.cost.price import plan_shapes
 from planner.cost.stages import StageCost, StageShape
@@ -19,9 +19,16 @@ from planner.profile.table import ProfileTable, StepSeconds
 from planner.timeline import Event, Kind, Timeline, ordered
 
 
-def simulate(plan: Plan, *, profile: ProfileTable | None = None, events: bool = True) -> Timeline:
-    """Replay one iteration. Without `events` only the times are worked out."""
-    cost = StageCost.of_plan(plan, profile=profile)
+def simulate(
+    plan: Plan,
+    *,
+    profile: ProfileTable | None = None,
+    ways: Sequence[Way] = WAYS,
+    events: bool = True,
+) -> Timeline:
+    """Replay one iteration, stages exchanging in the cheapest of `ways`. Without `events` only the times are worked
+    out."""
+    cost = StageCost.of_plan(plan, profile=profile, ways=ways)
     pipelines = [_PipelineReplay(plan, index, cost, events) for index in range(len(plan.pipelines))]
     for pipeline in pipelines:
         pipeline.run()

@@ -22,6 +22,7 @@ from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES
 
 Way = Literal["whole", "sliced"]
+WAYS: tuple[Way, ...] = ("whole", "sliced")
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,14 @@ class Exchange:
         return [arrival + gather for arrival, gather in zip(self.arrival, self.gather, strict=True)]
 
 
-def choose_exchange(links: Links, *, senders: Side, receivers: Side, row_bytes: float) -> Exchange:
-    """The way in which the last receiving replica has its rows first; whole rows if both are as good."""
-    whole = _priced("whole", links, senders, receivers, row_bytes)
-    if receivers.tp == 1:
-        return whole
-    sliced = _priced("sliced", links, senders, receivers, row_bytes)
-    return sliced if max(sliced.seconds) < max(whole.seconds) else whole
+def choose_exchange(
+    links: Links, *, senders: Side, receivers: Side, row_bytes: float, ways: Sequence[Way] = WAYS
+) -> Exchange:
+    """The way in which the last receiving replica has its rows first; the earlier of `ways` if both are as good."""
+    # Slices of one rank are whole rows.
+    ways = ways if receivers.tp > 1 else ("whole",)
+    priced = [_priced(way, links, senders, receivers, row_bytes) for way in ways]
+    return min(priced, key=lambda exchange: max(exchange.seconds))
 
 
 def gather_seconds(links: Links, device_type: str, *, tp: int, message_bytes: float) -> float:

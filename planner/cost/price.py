@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from planner.cost.exchange import WAYS, Way
 from planner.cost.gradient import Finish, finish
 from planner.cost.layer_flow import recompute_of
 from planner.cost.pipeline import stage_end_seconds
@@ -46,9 +48,12 @@ def transfer_seconds(plan: Plan, *, sender: str, receiver: str, message_bytes: f
     return plan.cluster.link(sender, receiver).seconds(message_bytes)
 
 
-def price_plan(plan: Plan, *, profile: ProfileTable | None = None) -> Predicted:
-    """What a plan is expected to take, stage by stage. The profile is the analytic one unless given."""
-    cost = StageCost.of_plan(plan, profile=profile)
+def price_plan(plan: Plan, *, profile: ProfileTable | None = None, ways: Sequence[Way] = WAYS) -> Predicted:
+    """What a plan is expected to take, stage by stage. The profile is the analytic one unless given.
+
+    Other systems' runs may exchange activations in fewer `ways` than the engine knows.
+    """
+    cost = StageCost.of_plan(plan, profile=profile, ways=ways)
     stages = [pipeline_stages(plan, index, cost) for index in range(len(plan.pipelines))]
     ends = [
         stage_end_seconds([stage.step for stage in pipeline], micro_batches=planned.micro_batches)

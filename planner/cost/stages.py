@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.catalogue import DeviceType
 from planner.cluster import Cluster, Links
-from planner.cost.exchange import Exchange, Replica, Side, choose_exchange
+from planner.cost.exchange import WAYS, Exchange, Replica, Side, Way, choose_exchange
 from planner.cost.held import held_values
 from planner.cost.layer_flow import OperatorSet, Recompute, recompute_of, replayed_operators, segments
 from planner.cost.links import all_reduce_seconds, slowest_link
@@ -77,9 +77,10 @@ class StageCost:
         dtypes: Dtypes,
         profile: ProfileTable | None = None,
         measured_collectives: bool = True,
+        ways: Sequence[Way] = WAYS,
     ) -> None:
         """Without `measured_collectives` TP all-reduces are priced by the links even where the profile has
-        measured them apart."""
+        measured them apart. Stages exchange activations in the cheapest of `ways`."""
         self.model = model
         self.device_types = device_types
         self.links = links
@@ -87,12 +88,15 @@ class StageCost:
         self.dtypes = dtypes
         self.profile: ProfileTable = profile or AnalyticProfile(model, device_types)
         self._measured_collectives = measured_collectives
+        self._ways = ways
         self._replays: dict[tuple[str, int, int, OperatorSet, bool], float] = {}
         self._parts: dict[tuple[str, int, int, bool], _Parts] = {}
         self._exchanges: dict[tuple[Side, Side], Exchange] = {}
 
     @classmethod
-    def of_plan(cls, plan: Plan, *, profile: ProfileTable | None = None) -> StageCost:
+    def of_plan(
+        cls, plan: Plan, *, profile: ProfileTable | None = None, ways: Sequence[Way] = WAYS
+    ) -> StageCost:
         return cls(
             model=plan.model,
             device_types=plan.cluster.device_types,
@@ -100,6 +104,7 @@ class StageCost:
             sequence_length=plan.sequence_length,
             dtypes=plan.dtypes,
             profile=profile,
+            ways=ways,
         )
 
     @classmethod
@@ -302,7 +307,7 @@ class StageCost:
         key = (sides[0], sides[1])
         if key not in self._exchanges:
             self._exchanges[key] = choose_exchange(
-                self.links, senders=key[0], receivers=key[1], row_bytes=self.row_bytes
+                self.links, senders=key[0], receivers=key[1], row_bytes=self.row_bytes, ways=self._ways
             )
         return self._exchanges[key]
 

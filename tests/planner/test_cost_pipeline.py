@@ -1,6 +1,7 @@
 """Eq. 1, Eq. 5, Eq. 6, links and exchange against numbers worked out by hand."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from planner.cluster import Link, Links, from_short_form
 from planner.cost.exchange import (
+    WAYS,
     Exchange,
     Replica,
     Side,
@@ -113,9 +115,11 @@ def test_row_overlaps_cover_both_sides_in_order(data: st.DataObject) -> None:
 LINKS = Links(intra_node=Link(bandwidth=10, latency=1), inter_node=Link(bandwidth=5, latency=2))
 
 
-def exchange(senders: list[Replica], sender_tp: int, receivers: list[Replica], tp: int) -> Exchange:
+def exchange(
+    senders: list[Replica], sender_tp: int, receivers: list[Replica], tp: int, ways: Sequence[Way] = WAYS
+) -> Exchange:
     sides = Side(sender_tp, tuple(senders)), Side(tp, tuple(receivers))
-    return choose_exchange(LINKS, senders=sides[0], receivers=sides[1], row_bytes=10)
+    return choose_exchange(LINKS, senders=sides[0], receivers=sides[1], row_bytes=10, ways=ways)
 
 
 def test_receiving_by_hand() -> None:
@@ -132,6 +136,8 @@ def test_receiving_by_hand() -> None:
     # Inside a node the links between the stages are no slower than those that gather: 2 x (1 + 2) one after the
     # other from a single rank, against 2 x (1 + 1) and 1 + 1.
     assert exchange([near], 1, [near], 2) == Exchange("whole", (6,), (0,))
+    # A system that knows no slices: from near twice 1 + 2, from far twice 2 + 4.
+    assert exchange([near, far], 1, [both], 2, ["whole"]) == Exchange("whole", (12,), (0,))
     # The sender's ranks at once: 1 + 2.
     assert exchange([near], 2, [near], 2) == Exchange("whole", (3,), (0,))
     assert receive_seconds(

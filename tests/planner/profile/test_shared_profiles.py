@@ -92,6 +92,8 @@ def test_training_runs_on_gh200_are_predicted() -> None:
     assert result["runs"] == 15
     for error in ("mean_error", "leave_one_out_mean_error", "uncalibrated_mean_error"):
         assert 0 < result[error] <= 0.08
+    cheaper = run_benchmark("--exchange", "cheaper")
+    assert result["mean_error"] < cheaper["mean_error"] <= 0.08
 
 
 def test_without_the_runs_the_benchmark_is_skipped(tmp_path: Path) -> None:
