@@ -63,6 +63,7 @@ class Crew:
     def __init__(self, plan: Plan, *, bound: Mapping[str, NodeDevices], make_trainer: MakeTrainer) -> None:
         self._plan = plan
         self._processes: list[RankProcess] = []
+        self._actor_processes: list[tuple[str, int]] = []
         listed = bundles(plan, bound)
         self._groups = reserve(listed, timeout_seconds=PLACEMENT_SECONDS)
         self._coordinator = CoordinatorActor.remote()
@@ -94,6 +95,7 @@ class Crew:
         """Bring every process up, let the ranks meet and build the engine."""
         up = self.collect(self._everywhere(lambda p: p.identify.remote()), patience_seconds=_UP_SECONDS)
         self._processes = [up[rank] for rank in sorted(up)]
+        self._actor_processes = ray.get([pipeline.process.remote() for pipeline in self._pipelines])
         _refuse_loopback({process.host for process in self._processes})
         rendezvous = ray.get(self._coordinator.next_generation.remote(timeout_seconds=config.timeout_seconds))
         ray.get(self._coordinator.register.remote(self._processes))
@@ -168,14 +170,17 @@ class Crew:
         giving_back = threading.Thread(target=self._give_back, daemon=True)
         giving_back.start()
         giving_back.join(_CONTROL_SECONDS)
-        host = ray.util.get_node_ip_address()
-        end_processes(self._processes, host=host, patience_seconds=_EXIT_SECONDS)
+        here = ray.util.get_node_ip_address()
+        ranks = [(process.host, process.pid) for process in self._processes]
+        ours = [pid for host, pid in (*ranks, *self._actor_processes) if host == here]
+        end_processes(ours, patience_seconds=_EXIT_SECONDS)
 
     def _give_back(self) -> None:
         # What a Ray that has ended had set aside has ended with it.
         with contextlib.suppress(RayError):
             release(self._groups)
-            ray.kill(self._coordinator)
+            for actor in (self._coordinator, *self._pipelines):
+                ray.kill(actor)
 
     def _everywhere(self, call: Callable[[ActorHandle], Any]) -> dict[Any, int]:
         return {call(pipeline): index for index, pipeline in enumerate(self._pipelines)}
@@ -185,11 +190,13 @@ class Crew:
             outcome: Outcome = ray.get(reference)
             return outcome
         except RayActorError as error:
-            place = next(place for place in self._plan.ranks if place.pipeline == pipeline)
             cause = "was lost: the actor of its pipeline died"
-            return Outcome(
-                failures=[rank_failure(place, kind=FailureKind.DIED, cause=cause, details=str(error))]
-            )
+            return Outcome(failures=[self._of_pipeline(pipeline, FailureKind.DIED, cause, str(error))])
+
+    def _of_pipeline(self, pipeline: int, kind: FailureKind, cause: str, details: str = "") -> RankFailure:
+        """The failure of a pipeline's actor, told of its first rank."""
+        place = next(place for place in self._plan.ranks if place.pipeline == pipeline)
+        return rank_failure(place, kind=kind, cause=cause, details=details)
 
     def _diagnose(self, failures: list[RankFailure], *, patience_seconds: float) -> TrainingFailed:
         if not failures or root_cause(failures).kind is FailureKind.TIMED_OUT:
@@ -212,9 +219,14 @@ class Crew:
     def _suspects(self) -> list[RankFailure]:
         found: list[RankFailure] = []
         deadline = time.monotonic() + _CONTROL_SECONDS
-        for asked in self._everywhere(lambda p: p.suspects.remote()):
-            with contextlib.suppress(RayActorError, GetTimeoutError):
+        for asked, pipeline in self._everywhere(lambda p: p.suspects.remote()).items():
+            try:
                 found += ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                cause = "was not heard of: the actor of its pipeline does not answer"
+                found.append(self._of_pipeline(pipeline, FailureKind.HUNG, cause))
+            except RayActorError:
+                pass
         return found
 
 

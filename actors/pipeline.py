@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ class Pipeline:
             place.rank: _create_worker(place, bundle, group=group, index=index, make_trainer=make_trainer)
             for index, (place, bundle) in enumerate(zip(places, bundles, strict=True))
         }
+
+    async def process(self) -> tuple[str, int]:
+        """The host and id of this actor's own process."""
+        return ray.util.get_node_ip_address(), os.getpid()
 
     async def identify(self) -> Outcome:
         """The process of every rank, once it is up."""

@@ -9,15 +9,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from actors.coordinator import RankProcess
 
-
-def end_processes(processes: Iterable[RankProcess], *, host: str, patience_seconds: float) -> None:
-    """Wait until the processes on `host` have ended; those that outlast the patience are killed.
+def end_processes(pids: Iterable[int], *, patience_seconds: float) -> None:
+    """Wait until these processes of this host have ended; those that outlast the patience are killed.
 
     Ray asks a worker to leave before it kills it, and a stopped or hung one does not hear.
     """
-    left = [process.pid for process in processes if process.host == host and _is_worker(process.pid)]
+    left = [pid for pid in pids if _is_worker(pid)]
     deadline = time.monotonic() + patience_seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -124,6 +126,20 @@ def test_a_coordinator_that_dies_while_ranks_iterate_ends_the_run_at_once() -> N
         # Far below the timeout and the patience of a minute.
         assert time.monotonic() - began < 30
     assert wait_until(lambda: not any(alive(process.pid) for process in crew.processes))
+
+
+@pytest.mark.slow
+def test_the_actor_of_a_pipeline_that_hangs_is_named_and_ended() -> None:
+    plan = small_plan()
+    with make_crew(plan) as crew:
+        crew.start(config(plan))
+        crew.collect(crew.submit(1), patience_seconds=PATIENCE)
+        _, actor = crew._actor_processes[1]
+        os.kill(actor, signal.SIGSTOP)
+        expected = r"^rank 2 \(pipeline 1, .*\) was not heard of: the actor of its pipeline does not answer"
+        with pytest.raises(TrainingFailed, match=expected):
+            crew.collect(crew.submit(2), patience_seconds=5)
+    assert wait_until(lambda: not any(alive(pid) for pid in (actor, *(p.pid for p in crew.processes))))
 
 
 def test_devices_that_are_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
