@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-engine test-services test-planner lint system-packages clean
+.PHONY: help setup demo test test-slow test-engine test-runs test-planner test-services lint system-packages clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -48,8 +48,8 @@ lint: setup ## ruff and mypy
 	$(BIN)/mypy
 
 # Two at a time: many tests wait for processes that they started (ranks, Ray, servers), so that one part alone leaves a
-# core idle much of the time. The planner's tests compute on one core, and fill what the engine's leave.
-PARTS = test-planner test-engine test-services
+# core idle much of the time. The longest part begins and the shortest ends: little is left to run alone.
+PARTS = test-engine test-runs test-planner test-services
 BOTH = $(MAKE) --no-print-directory --jobs=2 --output-sync=none
 
 test: lint ## lint, then every test that is not marked slow
@@ -61,11 +61,14 @@ test-slow: setup ## the tests marked slow
 test-engine: setup
 	$(BIN)/python -m pytest $(MARKED) tests/engine
 
-test-services: setup
-	$(BIN)/python -m pytest $(MARKED) --ignore=tests/planner --ignore=tests/engine
+test-runs: setup
+	$(BIN)/python -m pytest $(MARKED) tests/actors tests/e2e
 
 test-planner: setup
 	$(BIN)/python -m pytest $(MARKED) tests/planner
+
+test-services: setup
+	$(BIN)/python -m pytest $(MARKED) --ignore=tests/planner --ignore=tests/engine --ignore=tests/actors --ignore=tests/e2e
 
 system-packages: ## chromium, for the browser tests (Debian or Ubuntu, as root)
 	@if command -v chromium >/dev/null; then echo "chromium is installed: nothing to do."; \

@@ -5,8 +5,6 @@ A Fault makes one rank misbehave in one iteration.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +28,6 @@ class Fault:
     rank: int
     iteration: int
     do: Callable[[], Any]
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def spin() -> None:

@@ -14,6 +14,7 @@ from ray.util import placement_group_table
 from tests.e2e.runs import rows, wait_until, write_job
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unlike_ray")
 def test_a_killed_driver_leaves_nothing_on_the_cluster(tmp_path: Path) -> None:
     folder = tmp_path / "run"

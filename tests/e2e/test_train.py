@@ -139,6 +139,7 @@ def test_what_only_fits_with_recomputation_is_planned_and_trained(tmp_path: Path
     assert run.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     run = Run([str(write_job(tmp_path, steps=100_000)), "--output", str(tmp_path / "run")], tmp_path)
     assert wait_until(lambda: len(rows(tmp_path / "run")) >= 2)

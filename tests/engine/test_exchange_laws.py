@@ -37,6 +37,10 @@ PLANS: dict[str, Plan] = {
 }
 
 
+# Has every reason at once; the others are single ones.
+QUICK = "unlike replicas, cut by position, recomputed"
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("tokens"))
@@ -52,7 +56,9 @@ def sliced(plan: Plan) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in PLANS]
+)
 def test_sliced_exchange_trains_as_one_process(rank_pool: RankPool, tokens: Path, name: str) -> None:
     assert_trains_as_one_process(rank_pool, sliced(PLANS[name]), tokens, steps=STEPS)
 

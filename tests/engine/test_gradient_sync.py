@@ -185,7 +185,7 @@ def test_untied_heads_are_synchronised_apart(rank_pool: RankPool) -> None:
     _check(rank_pool, [variant(plan, *how) for how in VARIANTS])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(plan=unlike_plans())
 def test_every_scheme_gives_any_plan_the_sum_of_all_replicas(rank_pool: RankPool, plan: Plan) -> None:
     _check(rank_pool, [variant(plan, *how) for how in VARIANTS])
@@ -193,7 +193,7 @@ def test_every_scheme_gives_any_plan_the_sum_of_all_replicas(rank_pool: RankPool
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(plan=unlike_plans())
 def test_every_scheme_gives_many_plans_the_sum_of_all_replicas(rank_pool: RankPool, plan: Plan) -> None:
     _check(rank_pool, [variant(plan, *how) for how in VARIANTS])

@@ -171,8 +171,15 @@ def _failing_sync(rank: int, wire: str, dies: bool, folder: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize(
+    ("dies", "wire"),
+    [
+        (True, "bf16"),
+        (False, "fp32"),
+        pytest.param(True, "fp32", marks=pytest.mark.slow),
+        pytest.param(False, "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_dies_or_hangs_in_a_collective_is_an_error_of_all_within_the_timeout(
     tmp_path: Path, wire: str, dies: bool
 ) -> None:

@@ -38,12 +38,17 @@ PLANS: dict[str, Plan] = {
 }
 
 
+QUICK = ("stages, dropout", "llama, replicas, all recomputed")
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS]
+)
 def test_activations_cut_by_position_train_as_one_process(
     rank_pool: RankPool, tokens: Path, name: str
 ) -> None:

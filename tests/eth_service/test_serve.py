@@ -187,8 +187,7 @@ def losses_of_the_driver_alone(root: Path, ray_address: str, values: dict[str, A
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_jobs_train_stop_and_end_with_the_service(root: Path, other_ray: str) -> None:
-    # The other Ray is there for another reason as well: the embedded one must not be mixed up with it.
+def test_a_job_trains_and_another_ends_with_the_service(root: Path) -> None:
     with eth_serve(root) as service:
         short, long = submit(service, **planned(4)), submit(service, training=training(5000))
         assert short in get(service, long)["note"]
@@ -200,12 +199,34 @@ def test_jobs_train_stop_and_end_with_the_service(root: Path, other_ray: str) ->
         assert [step["state"] for step in done["transitions"]] == [
             "queued", "planning", "starting", "running", "succeeded",
         ]  # fmt: skip
-        alone = losses_of_the_driver_alone(root, other_ray, done["job"])
-        assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-6)
         assert [pipeline["samples"] for pipeline in done["pipelines"]] == [4, 2]
         assert (Path(done["run_folder"]) / "weights.safetensors").stat().st_size > 0
         log = whole_log(service, short, limit=100)
         assert "loss" in log
+
+        waiting = submit(service, training=training(1))
+        wait_for_state(service, long, "planning", "starting", "running")
+        said = service.end()
+        assert f"job={long}" in said
+        assert "embedded Ray" in said
+        wait_for(lambda: not left_behind(root), what="every process to end")
+
+    with eth_serve(root, "--address", "http://127.0.0.1:9") as again:
+        assert get(again, long)["state"] == "stopped"
+        assert get(again, waiting)["state"] == "queued"
+        assert whole_log(again, short, limit=1 << 20) == log
+        again.end(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_job_trains_as_without_the_service_and_a_running_one_stops(root: Path, other_ray: str) -> None:
+    # The other Ray is there for another reason as well: the embedded one must not be mixed up with it.
+    with eth_serve(root) as service:
+        short, long = submit(service, **planned(4)), submit(service, training=training(5000))
+        rows = stream(service, short)
+        done = wait_for_state(service, short, "succeeded")
+        alone = losses_of_the_driver_alone(root, other_ray, done["job"])
+        assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-6)
 
         wait_for_state(service, long, "running")
         service.client.post(f"{JOBS}/{long}/stop").raise_for_status()
@@ -213,19 +234,7 @@ def test_jobs_train_stop_and_end_with_the_service(root: Path, other_ray: str) ->
         wait_for(
             lambda: not any(long in line for line in left_behind(root)), what="the job's processes to end"
         )
-
-        last, waiting = submit(service, training=training(5000)), submit(service, training=training(1))
-        wait_for_state(service, last, "planning")
-        said = service.end()
-        assert f"job={last}" in said
-        assert "embedded Ray" in said
-        wait_for(lambda: not left_behind(root), what="every process to end")
-
-    with eth_serve(root, "--address", "http://127.0.0.1:9") as again:
-        assert get(again, last)["state"] == "stopped"
-        assert get(again, waiting)["state"] == "queued"
-        assert whole_log(again, short, limit=1 << 20) == log
-        again.end(signal.SIGINT)
+        service.end()
 
 
 @pytest.mark.slow
