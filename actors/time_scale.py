@@ -94,6 +94,7 @@ def measure_host(model: ModelSpec, sequence_length: int) -> HostSeconds:
     constants: dict[str, object] = {
         "mask": causal_mask(sequence_length, dtype=torch.float32, device=cpu),
         "draws": Draws(seed=0, iteration=1, first_sample=0),
+        "documents": None,
     }
     if model.family == "llama":
         constants["rotation"] = rotation_table(model, sequence_length, device=cpu)

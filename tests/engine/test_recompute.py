@@ -28,7 +28,11 @@ MODELS: dict[str, ModelSpec] = {
     "llama": make_llama(max_sequence_length=LENGTH, hidden_size=48),
     "llama with dropout": make_llama(max_sequence_length=LENGTH, hidden_size=48, dropout=0.2),
 }
-CASES = [(name, precision) for name in MODELS for precision in DTYPES]
+CASES: list[tuple[str, Precision, bool]] = [
+    *((name, precision, False) for name in MODELS for precision in DTYPES),
+    ("gpt3", "fp32", True),
+    ("llama", "bf16", True),
+]
 # Table 3 of the paper: "A", "AS" and "AD" are parts of attention.
 PAPER = ("qkv", "scores", "softmax", "attention_dropout")
 
@@ -55,19 +59,26 @@ def _layer(model: ModelSpec, precision: Precision, operators: frozenset[str]) ->
     return layer.to(DTYPES[precision])
 
 
-def _inputs(model: ModelSpec, precision: Precision) -> tuple[torch.Tensor, dict[str, object]]:
+def _inputs(
+    model: ModelSpec, precision: Precision, documents: bool = False
+) -> tuple[torch.Tensor, dict[str, object]]:
+    """With `documents`, each row is two of unlike lengths."""
     dtype, cpu = DTYPES[precision], torch.device("cpu")
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, LENGTH, model.hidden_size, generator=generator).to(dtype).requires_grad_()
     constants: dict[str, object] = {"mask": causal_mask(LENGTH, dtype=dtype, device=cpu)}
+    starts = [[0] * first + [first] * (LENGTH - first) for first in (5, 17)]
+    constants["documents"] = torch.tensor(starts, dtype=torch.int32) if documents else None
     if model.family == "llama":
         constants["rotation"] = rotation_table(model, LENGTH, device=cpu)
     return hidden, constants | {"draws": Draws(seed=3, iteration=4, first_sample=5)}
 
 
-def _gradients(model: ModelSpec, precision: Precision, operators: frozenset[str]) -> list[torch.Tensor]:
+def _gradients(
+    model: ModelSpec, precision: Precision, operators: frozenset[str], documents: bool = False
+) -> list[torch.Tensor]:
     layer = _layer(model, precision, operators)
-    hidden, constants = _inputs(model, precision)
+    hidden, constants = _inputs(model, precision, documents)
     output = layer(hidden, constants)
     (output.float() * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
     found = [output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -75,23 +86,25 @@ def _gradients(model: ModelSpec, precision: Precision, operators: frozenset[str]
     return [tensor for tensor in found if tensor is not None]
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
-def test_gradients_are_those_without_recomputation_to_the_bit(name: str, precision: Precision) -> None:
+@pytest.mark.parametrize(("name", "precision", "documents"), CASES)
+def test_gradients_are_those_without_recomputation_to_the_bit(
+    name: str, precision: Precision, documents: bool
+) -> None:
     model = MODELS[name]
-    expected = _gradients(model, precision, frozenset())
+    expected = _gradients(model, precision, frozenset(), documents)
     for operators in _sets(model):
-        got = _gradients(model, precision, operators)
+        got = _gradients(model, precision, operators, documents)
         assert all(map(torch.equal, got, expected)), sorted(operators)
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
-def test_a_layer_keeps_the_bytes_of_the_planner(name: str, precision: Precision) -> None:
+@pytest.mark.parametrize(("name", "precision", "documents"), CASES)
+def test_a_layer_keeps_the_bytes_of_the_planner(name: str, precision: Precision, documents: bool) -> None:
     model = MODELS[name]
     sizes = ActivationSizes(model, Dtypes(param=precision), tp=1, rows=ROWS, sequence_length=LENGTH)
     values = layer_values(sizes)
     for operators in _sets(model):
         layer = _layer(model, precision, operators)
-        hidden, constants = _inputs(model, precision)
+        hidden, constants = _inputs(model, precision, documents)
         live = LiveTensors()
         for tensor in _there_before(layer, hidden, constants):
             live.add(tensor)

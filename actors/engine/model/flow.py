@@ -1,7 +1,8 @@
 """A layer as a data flow: which named operator (planner/operators.py) reads and writes which values.
 
 Profiler, cost model and recomputation speak of these operators. Beside what operators make, a layer has
-constants: `mask` (causal), `rotation` (cosines and sines) and `draws` (what decides dropout).
+constants: `mask` (causal), `documents` (where each token's document begins, or None), `rotation` (cosines and sines)
+and `draws` (what decides dropout).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CONSTANTS = ("mask", "rotation", "draws")
+CONSTANTS = ("mask", "documents", "rotation", "draws")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def with_last_reads(flow: Sequence[Operator]) -> tuple[Operator, ...]:
 
 
 _TO_CONTEXT = (
-    Operator("scores", ("query", "key", "mask"), ("scores",)),
+    Operator("scores", ("query", "key", "mask", "documents"), ("scores",)),
     Operator("softmax", ("scores",), ("weights",)),
     Operator("attention_dropout", ("weights", "draws"), ("weights",)),
     Operator("context", ("weights", "value"), ("context",)),

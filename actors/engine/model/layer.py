@@ -107,8 +107,10 @@ class Layer(nn.Module):
         query, key, value = column_products(normed, layers, by_position=self._by_position)
         return self._split_heads(query), self._split_heads(key), self._split_heads(value)
 
-    def scores(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return attention_scores(query, key, mask)
+    def scores(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, documents: torch.Tensor | None
+    ) -> torch.Tensor:
+        return attention_scores(query, key, mask, documents)
 
     def softmax(self, scores: torch.Tensor) -> torch.Tensor:
         # In fp32 whatever the model's precision: sums over a long sequence lose too much in 16 bits.

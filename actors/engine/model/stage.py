@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -92,6 +93,7 @@ class StageModel(nn.Module):
         labels: torch.Tensor | None = None,
         loss_scale: float = 1.0,
         draws: Draws | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One micro-batch's rows of this replica.
 
@@ -100,11 +102,13 @@ class StageModel(nn.Module):
             labels: next tokens int64 `[rows, sequence]`, -100 where not counted; the last stage's only.
             loss_scale: what the sum over counted tokens is multiplied with.
             draws: what decides dropout; needed by a model that has some.
+            documents: where each token's document begins in its row, int `[rows, sequence]`: no token sees
+                another document's, and learned positions count from there. None if every row is one document.
 
         Returns:
             hidden states `[rows, sequence, hidden]`, or on the last stage the scaled loss, an fp32 scalar.
         """
-        hidden = self.hidden(inputs, draws)
+        hidden = self.hidden(inputs, draws, documents)
         del inputs
         if not self.has_head:
             return hidden
@@ -113,21 +117,25 @@ class StageModel(nn.Module):
         del hidden
         return self.loss(logits, labels) * loss_scale
 
-    def hidden(self, inputs: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
+    def hidden(
+        self, inputs: torch.Tensor, draws: Draws | None = None, documents: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What the stage's last layer makes of a micro-batch's inputs: whole, or what the head takes."""
-        hidden = self.embed(inputs, draws) if self.has_embedding else inputs
+        hidden = self.embed(inputs, draws, documents) if self.has_embedding else inputs
         del inputs
         if self._by_position and not self.has_embedding:
             hidden = own_positions(hidden, self._tp_mesh())
         if len(self.layers):
-            constants = self._layer_constants(hidden.device) | {"draws": draws}
+            constants = self._layer_constants(hidden.device) | {"draws": draws, "documents": documents}
             for layer in self.layers.values():
                 hidden = layer(hidden, constants)
         if self._by_position and not self.has_head:
             return all_positions(hidden, self._tp_mesh())
         return hidden
 
-    def embed(self, ids: torch.Tensor, draws: Draws | None = None) -> torch.Tensor:
+    def embed(
+        self, ids: torch.Tensor, draws: Draws | None = None, documents: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The tokens' embeddings and, where the model learns them, those of their positions, summed."""
         tokens = self.embedding["tokens"]
         assert isinstance(tokens, TokenTable)
@@ -136,7 +144,7 @@ class StageModel(nn.Module):
         if "positions" in self.embedding:
             positions = self.embedding["positions"]
             assert isinstance(positions, nn.Embedding)
-            hidden = hidden + positions.weight[first : first + hidden.shape[1]]
+            hidden = hidden + _positions(positions.weight, first, hidden.shape[1], documents)
         probability = self._spec.dropout if self.training else 0.0
         dropout = Dropout(probability, layer=-1, operator="embedding", first_line=first)
         return dropout(hidden, draws, rows=ids.shape[0])
@@ -211,6 +219,15 @@ def build_stage(
         expected = handle.spec.padded_shard_shape(tp=stage.tp)
         assert handle.local.shape == expected, f"{handle.spec.name}: {handle.local.shape} != {expected}"
     return module, handles
+
+
+def _positions(weight: torch.Tensor, first: int, count: int, documents: torch.Tensor | None) -> torch.Tensor:
+    """Embeddings of the positions [first, first + count), `[count, hidden]`; counted from where the documents begin,
+    `[rows, count, hidden]`. (Rotary positions need no such thing: they tell distances alone.)"""
+    if documents is None:
+        return weight[first : first + count]
+    places = torch.arange(first, first + count, dtype=documents.dtype, device=documents.device)
+    return F.embedding(places - documents[:, first : first + count], weight)
 
 
 def _replayed(model: ModelSpec, stage: StagePlan, layer: int, dtype: torch.dtype) -> frozenset[str]:
