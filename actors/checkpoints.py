@@ -41,13 +41,16 @@ class DataIdentity(Contract):
     """The token file: its name is a hash of the text and of the tokenizer. `held_out` is the share that is never
     trained on, or the name of the token file to validate with; empty if there is neither. `tokenizer` is `byte`, a hash
     of the tokenizer.json, or `none` where token ids came as they are. `weights` are those of a
-    mixture, whose name is a hash of its texts and these; empty for one text."""
+    mixture, whose name is a hash of its texts and these; empty for one text. `document_attention` and `packing` are the
+    job's."""
 
     name: str
     tokens: int
     held_out: str = ""
     tokenizer: str = "byte"
     weights: tuple[float, ...] = ()
+    document_attention: bool = False
+    packing: bool = False
 
 
 class Progress(Contract):
@@ -127,14 +130,25 @@ class HeldOutOf(Protocol):
     def identity(self) -> str: ...
 
 
-def data_identity(tokens: Tokens, held_out: HeldOutOf) -> DataIdentity:
-    """The text behind a token file, which is named by a hash of it, and what of it is held out."""
+class DocumentsOf(Protocol):
+    """What the boundaries of documents do."""
+
+    @property
+    def attention(self) -> bool: ...
+    @property
+    def packing(self) -> bool: ...
+
+
+def data_identity(tokens: Tokens, held_out: HeldOutOf, documents: DocumentsOf) -> DataIdentity:
+    """The text behind a token file, which is named by a hash of it, what of it is held out, and how it is read."""
     return DataIdentity(
         name=tokens.path.stem,
         tokens=tokens.count,
         held_out=held_out.identity,
         tokenizer=tokens.tokenizer,
         weights=tokens.weights,
+        document_attention=documents.attention,
+        packing=documents.packing,
     )
 
 
@@ -272,6 +286,13 @@ def check_continues(
             f"data.mixture has weights {_listed(data.weights)} but checkpoint {source} was trained with"
             f" {_listed(manifest.data.weights)}; write those, or start anew with --overwrite"
         )
+    for name in ("document_attention", "packing"):
+        mine, theirs = (str(getattr(identity, name)).lower() for identity in (data, manifest.data))
+        if mine != theirs:
+            raise UserError(
+                f"data.{name} = {mine} but checkpoint {source} was trained with {theirs}; write {theirs}, or start"
+                " anew with --overwrite"
+            )
     if data != manifest.data:
         raise UserError(
             f"data: {data.tokens} tokens of another text than checkpoint {source} was trained on"

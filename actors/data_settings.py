@@ -80,6 +80,14 @@ class Data(_Files):
         default=None, description="token or id that ends a document; null finds the tokenizer's"
     )
 
+    document_attention: bool = Field(
+        default=False,
+        description="whether a token sees its own document alone, and no label leads into the next",
+    )
+    packing: bool = Field(
+        default=False, description="whether samples hold whole documents, as long as those fit one"
+    )
+
     def sources(self, base: Path) -> tuple[TextSource, ...]:
         """The text, or those of the mixture, where they lie from `base`."""
         if self.mixture is None:

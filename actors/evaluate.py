@@ -77,7 +77,10 @@ def _held_out_samples(job: Job, prepared: Prepared) -> int:
     from actors.engine.mixture import open_tokens
 
     samples = HeldOutSamples(
-        open_tokens(prepared.tokens), prepared.held_out, sequence_length=job.training.sequence_length
+        open_tokens(prepared.tokens),
+        prepared.held_out,
+        sequence_length=job.training.sequence_length,
+        documents=prepared.documents,
     )
     if not samples.count:
         raise UserError(

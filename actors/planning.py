@@ -12,6 +12,7 @@ import ray
 
 from actors.checkpoints import DataIdentity, data_identity
 from actors.data_settings import TextSource
+from actors.engine.documents import Documents, TextWindows
 from actors.engine.mixture import open_tokens, write_mixture
 from actors.engine.support import check_supported
 from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary
@@ -40,16 +41,17 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of a job could be settled without Ray: its token file or mixture, what of it is held out, and its
-    plan where the job holds one."""
+    """What of a job could be settled without Ray: its token file or mixture, what of it is held out, what boundaries of
+    documents do, and its plan where the job holds one."""
 
     tokens: Path
     held_out: HeldOut
+    documents: Documents
     plan: Plan | None
 
     def data_identity(self) -> DataIdentity:
         """What a checkpoint of the job says of its data."""
-        return data_identity(open_tokens(self.tokens), self.held_out)
+        return data_identity(open_tokens(self.tokens), self.held_out, self.documents)
 
     def trainer_config(
         self, job: Job, plan: Plan, *, resume_from: StoragePath | None = None
@@ -62,6 +64,7 @@ class Prepared:
             training=job.training,
             tokens=self.tokens,
             held_out=self.held_out,
+            documents=self.documents,
             evaluation=job.evaluation,
             timeout_seconds=job.runtime.timeout_seconds,
             deterministic=job.runtime.deterministic,
@@ -95,10 +98,14 @@ def prepare(job: Job, *, equal_batches: bool = False, say: Callable[[str], None]
     made = [_tokens(job, text, say) for text in texts]
     held_out = _held_out(job, dict(zip(texts, made, strict=True)), say)
     if job.data.mixture is None:
-        return Prepared(made[0].path, held_out, plan)
+        return Prepared(made[0].path, held_out, _documents(job), plan)
     shares = [source.weight for source in job.data.mixture]
     mixture = write_mixture(list(zip(made, shares, strict=True)), cache_folder())
-    return Prepared(mixture.path, held_out, plan)
+    return Prepared(mixture.path, held_out, _documents(job), plan)
+
+
+def _documents(job: Job) -> Documents:
+    return Documents(attention=job.data.document_attention, packing=job.data.packing)
 
 
 def _tokens(job: Job, source: TextSource, say: Callable[[str], None]) -> TokenFile:
@@ -112,7 +119,10 @@ def _held_out(job: Job, texts: Mapping[TextSource, TokenFile], say: Callable[[st
     length, held_out = job.training.sequence_length, job.data.held_out
     share = held_out if isinstance(held_out, float) else 0.0
     for source, tokens in texts.items():
-        WindowSplit(tokens.windows(length, told=source.told("the data")), share, told=source.told("the text"))
+        windows = TextWindows(
+            tokens, sequence_length=length, documents=_documents(job), told=source.told("the data")
+        )
+        WindowSplit(windows.count, share, told=source.told("the text"))
     if (text := job.held_out_text()) is None:
         return HeldOut(share=share)
     other = _tokens(job, text, say)

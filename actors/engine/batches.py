@@ -24,6 +24,13 @@ def with_surplus(
     )
 
 
+def documents_with_surplus(begins: torch.Tensor | None, *, rows: int) -> torch.Tensor | None:
+    """Where documents begin, `[.., sequence]`, with surplus rows of one document behind them, up to `rows`."""
+    if begins is None or len(begins) == rows:
+        return begins
+    return torch.cat([begins, begins.new_zeros(rows - len(begins), begins.shape[1])])
+
+
 class ReplicaBatches:
     """Cuts a pipeline's range of the global batch into micro-batches, and those by the stage's `rows`.
 
@@ -41,11 +48,26 @@ class ReplicaBatches:
 
     def micro_batch(self, iteration: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 `[rows, sequence]`, of one micro-batch of an iteration (from 1)."""
-        start = self._first + index * self._micro_batch_size
-        first, last = (min(start + row, self._last) for row in self._rows)
-        inputs, labels = self._samples.batch(iteration, first, last)
+        inputs, labels = self._samples.batch(iteration, *self._range(index))
         inputs, labels = with_surplus(inputs, labels, rows=self._rows[1] - self._rows[0])
         return inputs.to(self._device), labels.to(self._device)
+
+    def documents(self, iteration: int, index: int) -> torch.Tensor | None:
+        """Where in the micro-batch's rows each token's document begins, int32 `[rows, sequence]`; None where attention
+        knows no documents."""
+        begins = self._samples.documents(iteration, *self._range(index))
+        begins = documents_with_surplus(begins, rows=self._rows[1] - self._rows[0])
+        return None if begins is None else begins.to(self._device)
+
+    def counted(self, iteration: int) -> int:
+        """How many labels of the iteration's global batch count."""
+        return self._samples.counted(iteration)
+
+    def _range(self, index: int) -> tuple[int, int]:
+        """The micro-batch's rows as samples of the global batch, without those that reach past the pipeline's."""
+        start = self._first + index * self._micro_batch_size
+        first, last = (min(start + row, self._last) for row in self._rows)
+        return first, last
 
     def draws(self, iteration: int, index: int) -> Draws:
         """What decides dropout in one micro-batch: the same for a sample wherever it is trained."""

@@ -1,23 +1,26 @@
 """Which samples form an iteration, and the tensors of them.
 
-The text is cut into windows of `sequence_length` tokens, each read with the token after it. Some may be held
-out; an epoch takes every other window once, in an order that the seed and the epoch decide; iterations take the
-next `global_batch_size` windows. So what an iteration trains on depends on the seed and the iteration, never
-on the plan, and any rank can name its samples without having seen the ones before. In a mixture the weights
-decide whose turn a sample is, and each text goes on through its own epochs.
+The text is cut into windows of `sequence_length` tokens, each read with the token after it, or of whole
+documents (`actors.engine.documents`). Some may be held out; an epoch takes every other window once, in an order
+that the seed and the epoch decide; iterations take the next `global_batch_size` windows. So what an iteration
+trains on depends on the seed and the iteration, never on the plan, and any rank can name its samples without
+having seen the ones before. In a mixture the weights decide whose turn a sample is, and each text goes on
+through its own epochs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from actors.engine.documents import PLAIN, Documents, TextWindows
 from actors.engine.mixture import Mixture, Tokens, Turns, open_tokens, sources_of
-from actors.engine.tokens import HeldOut, Indices, TokenFile
+from actors.engine.model.loss import NOT_COUNTED
+from actors.engine.tokens import HeldOut, Indices
 from actors.engine.windows import WindowSplit
 
 _ROUNDS = 6
@@ -37,13 +40,13 @@ class Samples:
         global_batch_size: int,
         seed: int,
         held_out_share: float = 0.0,
+        documents: Documents = PLAIN,
     ) -> None:
-        self._texts = sources_of(tokens)
+        self._texts = _Texts(tokens, sequence_length=sequence_length, documents=documents)
         self._turns = Turns(tokens.weights) if isinstance(tokens, Mixture) else None
-        self._sequence_length = sequence_length
         self._global_batch_size = global_batch_size
         self._seed = seed
-        self._splits = [WindowSplit(text.windows(sequence_length), held_out_share) for text in self._texts]
+        self._splits = [WindowSplit(count, held_out_share) for count in self._texts.counts]
         self._known: tuple[int, Indices, Indices] | None = None
 
     @property
@@ -53,13 +56,23 @@ class Samples:
     def batch(self, iteration: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples [first, last) of an iteration's global batch; iterations count from 1.
 
-        Returns inputs and labels, int64 `[last - first, sequence_length]`; a label is the next token.
+        Returns inputs and labels, int64 `[last - first, sequence_length]`; a label is the next token, or NOT_COUNTED.
         """
+        return self._texts.read(*self._chosen(iteration, first, last))
+
+    def documents(self, iteration: int, first: int, last: int) -> torch.Tensor | None:
+        """Of the same samples: where in them each token's document begins, int32 `[last - first, sequence_length]`;
+        None where attention knows no documents. Reads no tokens."""
+        return self._texts.documents(*self._chosen(iteration, first, last))
+
+    def counted(self, iteration: int) -> int:
+        """How many labels of an iteration's global batch count. Reads no tokens."""
+        return self._texts.counted(*self.positions(iteration))
+
+    def _chosen(self, iteration: int, first: int, last: int) -> tuple[Indices, Indices]:
         assert 0 <= first <= last <= self._global_batch_size, (first, last)
         owners, windows = self.positions(iteration)
-        return read_windows_of(
-            self._texts, owners[first:last], windows[first:last], sequence_length=self._sequence_length
-        )
+        return owners[first:last], windows[first:last]
 
     def positions(self, iteration: int) -> tuple[Indices, Indices]:
         """Of an iteration's global batch: which text each sample is of, and which window of it."""
@@ -92,10 +105,12 @@ class HeldOutSamples:
     there are none.
     """
 
-    def __init__(self, tokens: Tokens, held_out: HeldOut, *, sequence_length: int) -> None:
-        self._texts = sources_of(tokens if held_out.tokens is None else open_tokens(held_out.tokens))
-        self._sequence_length = sequence_length
-        windows = [text.windows(sequence_length) for text in self._texts]
+    def __init__(
+        self, tokens: Tokens, held_out: HeldOut, *, sequence_length: int, documents: Documents = PLAIN
+    ) -> None:
+        text = tokens if held_out.tokens is None else open_tokens(held_out.tokens)
+        self._texts = _Texts(text, sequence_length=sequence_length, documents=documents)
+        windows = self._texts.counts
         whole = held_out.tokens is not None
         self._splits = None if whole else [WindowSplit(count, held_out.share) for count in windows]
         counts = windows if self._splits is None else [split.held_out for split in self._splits]
@@ -109,6 +124,13 @@ class HeldOutSamples:
 
     def batch(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples [first, last) of `count`: inputs and labels as those of `Samples.batch`."""
+        return self._texts.read(*self._chosen(first, last))
+
+    def documents(self, first: int, last: int) -> torch.Tensor | None:
+        """Of the same samples, as `Samples.documents`."""
+        return self._texts.documents(*self._chosen(first, last))
+
+    def _chosen(self, first: int, last: int) -> tuple[Indices, Indices]:
         assert 0 <= first <= last <= self._count, (first, last)
         chosen = np.arange(first, last)
         if len(chosen):
@@ -119,32 +141,49 @@ class HeldOutSamples:
             for index, split in enumerate(self._splits):
                 mine = owners == index
                 windows[mine] = split.held_out_windows(windows[mine])
-        return read_windows_of(self._texts, owners, windows, sequence_length=self._sequence_length)
+        return owners, windows
 
 
-def read_windows_of(
-    texts: Sequence[TokenFile], owners: Indices, windows: Indices, *, sequence_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `read_windows`, of windows of several texts: `owners` says which text each is of."""
-    if len(texts) == 1:
-        return read_windows(texts[0], windows, sequence_length=sequence_length)
-    both = np.empty((len(windows), sequence_length + 1), dtype=np.int64)
-    for index in np.unique(owners).tolist():
-        mine = owners == index
-        both[mine] = texts[index].read(windows[mine] * sequence_length, sequence_length + 1)
-    return _inputs_and_labels(both)
+class _Texts:
+    """The windows of one text or of several. Chosen ones are told by their texts, `owners`, and places in them."""
 
+    def __init__(self, tokens: Tokens, *, sequence_length: int, documents: Documents) -> None:
+        self._texts = [
+            TextWindows(text, sequence_length=sequence_length, documents=documents)
+            for text in sources_of(tokens)
+        ]
+        self._length, self._attention = sequence_length, documents.attention
 
-def read_windows(
-    tokens: TokenFile, chosen: Indices, *, sequence_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, int64 `[chosen, sequence_length]`, of windows of a text; a label is the next token."""
-    return _inputs_and_labels(tokens.read(chosen * sequence_length, sequence_length + 1))
+    @property
+    def counts(self) -> list[int]:
+        """How many windows each text has."""
+        return [text.count for text in self._texts]
 
+    def read(self, owners: Indices, windows: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = (torch.empty(len(windows), self._length, dtype=torch.int64) for _ in range(2))
+        for text, mine, chosen in self._each(owners, windows):
+            read, following, counts = text.read(chosen)
+            if counts is not None:
+                following = np.where(counts, following, NOT_COUNTED)
+            inputs[mine], labels[mine] = torch.from_numpy(read), torch.from_numpy(following)
+        return inputs, labels
 
-def _inputs_and_labels(windows: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.from_numpy(windows)
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    def documents(self, owners: Indices, windows: Indices) -> torch.Tensor | None:
+        if not self._attention:
+            return None
+        found = torch.empty(len(windows), self._length, dtype=torch.int32)
+        for text, mine, chosen in self._each(owners, windows):
+            found[mine] = torch.from_numpy(text.begins(chosen))
+        return found
+
+    def counted(self, owners: Indices, windows: Indices) -> int:
+        return sum(text.counted(chosen) for text, _, chosen in self._each(owners, windows))
+
+    def _each(self, owners: Indices, windows: Indices) -> Iterator[tuple[TextWindows, torch.Tensor, Indices]]:
+        """Every text that some of the windows are of, which of them, and their places in it."""
+        for index in np.unique(owners).tolist():
+            mine = owners == index
+            yield self._texts[index], torch.from_numpy(mine), windows[mine]
 
 
 def sample_positions(*, seed: int, iteration: int, global_batch_size: int, windows: int) -> Indices:

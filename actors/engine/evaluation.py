@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from actors.engine.batches import with_surplus
+from actors.engine.batches import documents_with_surplus, with_surplus
 from actors.engine.data import HeldOutSamples
 from actors.engine.device import Device
 from actors.engine.model.loss import NOT_COUNTED
@@ -75,11 +76,21 @@ class HeldOutBatches:
 
     def micro_batch(self, number: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 `[rows, sequence]`, of a round's micro-batch."""
+        rows = self._rows[1] - self._rows[0]
+        inputs, labels = with_surplus(*self._held_out.batch(*self._chosen(number, index)), rows=rows)
+        return inputs.to(self._device), labels.to(self._device)
+
+    def documents(self, number: int, index: int) -> torch.Tensor | None:
+        """Where in a micro-batch's rows documents begin, as `ReplicaBatches.documents`."""
+        begins = self._held_out.documents(*self._chosen(number, index))
+        begins = documents_with_surplus(begins, rows=self._rows[1] - self._rows[0])
+        return None if begins is None else begins.to(self._device)
+
+    def _chosen(self, number: int, index: int) -> tuple[int, int]:
         start, last = self._bounds(number)
         start += index * self._micro_batch_size
-        chosen = (min(start + row, last) for row in self._rows)
-        inputs, labels = with_surplus(*self._held_out.batch(*chosen), rows=self._rows[1] - self._rows[0])
-        return inputs.to(self._device), labels.to(self._device)
+        first, last = (min(start + row, last) for row in self._rows)
+        return first, last
 
     def _bounds(self, number: int) -> tuple[int, int]:
         """The pipeline's samples of a round, by their places among all that are held out."""
@@ -109,7 +120,8 @@ class Evaluator:
 
         for number in range(self._batches.rounds):
             losses += self._runner.forward_only(
-                lambda index, number=number: batch(number, index),  # type: ignore[misc]
+                partial(batch, number),
+                partial(self._batches.documents, number),
                 micro_batches=self._batches.micro_batches(number),
             )
         self._device.synchronize()

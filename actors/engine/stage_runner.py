@@ -17,6 +17,7 @@ from actors.engine.schedule import Step, StepKind, one_f_one_b
 
 Batch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 DrawsOf = Callable[[int], Draws]
+DocumentsOf = Callable[[int], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,23 @@ class StageRunner:
         self._steps: list[Step] = one_f_one_b(stages=stages, stage=stage, micro_batches=micro_batches)
         self._in_flight: dict[int, _InFlight] = {}
 
-    def run(self, batch: Batch, draws: DrawsOf) -> StageResult:
-        """All steps of one iteration. `batch` gives a micro-batch's inputs and labels, `draws` its dropout."""
+    def run(self, batch: Batch, draws: DrawsOf, documents: DocumentsOf) -> StageResult:
+        """All steps of one iteration. `batch` gives a micro-batch's inputs and labels, `draws` its dropout, `documents`
+        where documents begin in it."""
         result = StageResult()
         self._in_flight.clear()
         self._exchange.start(self._micro_batches)
         for step in self._steps:
             if step.kind == "forward":
-                self._forward(step.micro_batch, batch, draws, result)
+                self._forward(
+                    step.micro_batch, batch, draws(step.micro_batch), documents(step.micro_batch), result
+                )
             else:
                 self._backward(step.micro_batch, result)
         self._exchange.finish()
         return result
 
-    def forward_only(self, batch: Batch, *, micro_batches: int) -> list[torch.Tensor]:
+    def forward_only(self, batch: Batch, documents: DocumentsOf, *, micro_batches: int) -> list[torch.Tensor]:
         """Forward steps alone, without dropout: on the last stage each micro-batch's loss, summed over its counted
         tokens. Nothing is kept for a backward, so that it needs less memory than training does."""
         model, activations = self._model, self._exchange.activations
@@ -99,8 +103,9 @@ class StageRunner:
                     if not model.has_embedding:
                         inputs = activations.receive()
                     assert inputs is not None
+                    begins = documents(index)
                     with self._device.step("forward"):
-                        output = model(inputs, labels if model.has_head else None)
+                        output = model(inputs, labels if model.has_head else None, documents=begins)
                     if model.has_head:
                         losses.append(output)
                     else:
@@ -110,7 +115,14 @@ class StageRunner:
         activations.finish()
         return losses
 
-    def _forward(self, micro_batch: int, batch: Batch, draws: DrawsOf, result: StageResult) -> None:
+    def _forward(
+        self,
+        micro_batch: int,
+        batch: Batch,
+        draws: Draws,
+        documents: torch.Tensor | None,
+        result: StageResult,
+    ) -> None:
         model = self._model
         inputs, labels, received = None, None, None
         if model.has_embedding or model.has_head:
@@ -120,7 +132,7 @@ class StageRunner:
         assert inputs is not None
         start = time.monotonic()
         with self._device.step("forward"):
-            output = model(inputs, labels if model.has_head else None, self.loss_scale, draws(micro_batch))
+            output = model(inputs, labels if model.has_head else None, self.loss_scale, draws, documents)
         result.times.append(StepTime("forward", micro_batch, start, time.monotonic()))
         self._in_flight[micro_batch] = _InFlight(get_gradient_edge(output), received)
         if model.has_head:

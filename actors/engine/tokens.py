@@ -112,6 +112,15 @@ class TokenFile:
         """
         return windows_of(self.count, sequence_length, told=told)
 
+    def packed(self, sequence_length: int) -> Indices:
+        """Where windows of whole documents begin, and the text's end: int64 `[windows + 1]`, as `packed_bounds` says.
+
+        Eight bytes a window stay in memory.
+        """
+        if sequence_length not in self._packed:
+            self._packed[sequence_length] = packed_bounds(self.ends, sequence_length)
+        return self._packed[sequence_length]
+
     def read(self, starts: Indices, length: int) -> Indices:
         """Tokens [start, start + length) for each start, int64 `[starts, length]`; all of them must be there."""
         if len(self._parts) == 1:
@@ -126,6 +135,10 @@ class TokenFile:
                 row[filled : filled + len(taken)] = taken
                 filled, index = filled + len(taken), index + 1
         return made
+
+    @cached_property
+    def _packed(self) -> dict[int, Indices]:
+        return {}
 
     @cached_property
     def _parts(self) -> list[npt.NDArray[Any]]:
@@ -161,6 +174,25 @@ class HeldOut:
 
 
 NOTHING_HELD_OUT = HeldOut()
+
+
+def packed_bounds(ends: Indices, length: int) -> Indices:
+    """Cut a text whose documents end at `ends` into windows of at most `length` tokens: the first token of each, and
+    the text's end.
+
+    A window takes the documents that follow as long as they fit whole. One that is longer than a window begins where
+    the one before it ends, and is cut where windows are full.
+    """
+    bounds, stop = [0], int(ends[-1])
+    while bounds[-1] < stop:
+        full = bounds[-1] + length
+        fit = int(ends.searchsorted(full, side="right"))
+        if fit == len(ends):
+            bounds.append(stop)
+            continue
+        before = int(ends[fit - 1]) if fit else 0
+        bounds.append(full if int(ends[fit]) - before > length else before)
+    return np.array(bounds, dtype=np.int64)
 
 
 def windows_of(tokens: int, sequence_length: int, *, told: str = "the data") -> int:

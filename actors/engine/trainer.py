@@ -18,6 +18,7 @@ from actors.engine.batches import ReplicaBatches
 from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.data import HeldOutSamples, Samples
 from actors.engine.device import Device, make_device
+from actors.engine.documents import PLAIN, Documents
 from actors.engine.evaluation import Evaluator, HeldOutBatches, Validation
 from actors.engine.exchange import Exchange
 from actors.engine.gradient_buffer import ParameterGradients, Piece
@@ -46,7 +47,7 @@ MEASURED_ITERATIONS = 2
 @dataclass(frozen=True)
 class TrainerConfig:
     """What every rank of a job is told. `tokens` is the token file, at the same path on every host;
-    `held_out` is what training sees nothing of.
+    `held_out` is what training sees nothing of, `documents` what the boundaries of documents do.
 
     `deterministic` refuses operations that may add in another order from run to run. On the host's processor
     there are none: runs of one plan agree to the bit with or without it. `weights` are files of first values, or a
@@ -58,6 +59,7 @@ class TrainerConfig:
     tokens: Path
     timeout_seconds: float
     held_out: HeldOut = NOTHING_HELD_OUT
+    documents: Documents = PLAIN
     evaluation: Evaluation = field(default_factory=Evaluation)
     deterministic: bool = False
     on_nan: OnNan = "stop"
@@ -158,7 +160,7 @@ class Trainer:
                 plan=self._plan,
                 rank=rank,
                 training=config.training,
-                data=data_identity(tokens, config.held_out),
+                data=data_identity(tokens, config.held_out, config.documents),
                 handles=self._handles,
                 optimizer=self._update.optimizer,
                 loss_scale=self._loss_scale,
@@ -259,12 +261,13 @@ class Trainer:
     def compute_gradients(self, iteration: int) -> Gradients:
         """Forward, backward and synchronisation: the buffer then holds the global batch's gradients."""
         self._update.buffer.zero()
-        # Every token of the global batch counts: the text has no unlabelled ones.
-        tokens = self._plan.global_batch_size * self._plan.sequence_length
-        self._runner.loss_scale = self._loss_scale.value / tokens
+        # Of all ranks: each knows it without a message. A batch of which nothing counts has loss 0.
+        counted = max(1, self._batches.counted(iteration))
+        self._runner.loss_scale = self._loss_scale.value / counted
         result = self._runner.run(
             lambda index: self._batches.micro_batch(iteration, index),
             lambda index: self._batches.draws(iteration, index),
+            lambda index: self._batches.documents(iteration, index),
         )
         self._device.synchronize()
         compute_end = time.monotonic()
@@ -355,7 +358,12 @@ class Trainer:
         )
 
     def _make_evaluator(self, tokens: Tokens) -> Evaluator:
-        held_out = HeldOutSamples(tokens, self._config.held_out, sequence_length=self._plan.sequence_length)
+        held_out = HeldOutSamples(
+            tokens,
+            self._config.held_out,
+            sequence_length=self._plan.sequence_length,
+            documents=self._config.documents,
+        )
         batches = HeldOutBatches(
             plan=self._plan,
             place=self._place,
@@ -411,6 +419,7 @@ def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: De
         global_batch_size=config.plan.global_batch_size,
         seed=config.training.seed,
         held_out_share=config.held_out.share,
+        documents=config.documents,
     )
     return ReplicaBatches(plan=config.plan, place=place, samples=samples, device=device.torch_device)
 

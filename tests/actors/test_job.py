@@ -60,6 +60,14 @@ def test_what_is_held_out_is_a_share_or_a_text(tmp_path: Path) -> None:
     assert held_out is not None and held_out.path == tmp_path / "other.txt"
 
 
+@pytest.mark.parametrize("field", ["document_attention", "packing"])
+def test_boundaries_of_documents_do_nothing_unless_asked(tmp_path: Path, field: str) -> None:
+    assert getattr(parsed(tmp_path).data, field) is False
+    assert getattr(parsed(tmp_path, data={"path": "text.txt", field: True}).data, field) is True
+    with pytest.raises(UserError, match=rf"data\.{field}"):
+        parsed(tmp_path, data={"path": "text.txt", field: "inside"})
+
+
 @pytest.mark.parametrize("value", [1, -0.1, True, "0.1", None, [0.1], float("nan")])
 def test_any_other_held_out_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(UserError, match=r"data\.held_out: held_out = .* must be a share of the samples"):

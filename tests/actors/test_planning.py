@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors.engine.documents import PLAIN, Documents
 from actors.job import Job, read_job
 from actors.planning import Prepared, least_sharded, make_plan, plan_request, prepare
 from planner.errors import UserError
@@ -119,3 +120,28 @@ def test_a_mixture_is_prepared_as_one_and_its_short_sources_are_named(tmp_path: 
     (tmp_path / "few.txt").write_text("a" * (job.training.sequence_length + 1))
     with pytest.raises(UserError, match=r"on: data\.mixture\.1\.path = '.*few\.txt' holds 1 sample; shorten"):
         mixed(held_out=0.1)
+
+
+def test_what_boundaries_of_documents_do_reaches_ranks_and_checkpoints(tmp_path: Path) -> None:
+    job = job_with(tmp_path)
+    text = {"path": str(job.texts()[0].path)}
+    for settings, expected in (
+        ({}, PLAIN),
+        ({"document_attention": True}, Documents(attention=True)),
+        ({"document_attention": True, "packing": True}, Documents(attention=True, packing=True)),
+    ):
+        prepared = prepare(job_with(tmp_path, data=text | settings))
+        assert prepared.plan is not None
+        assert prepared.trainer_config(job, prepared.plan).documents == expected
+        identity = prepared.data_identity()
+        assert (identity.document_attention, identity.packing) == (expected.attention, expected.packing)
+
+
+def test_packed_samples_are_what_a_share_is_held_out_of(tmp_path: Path) -> None:
+    length = job_with(tmp_path).training.sequence_length
+    (tmp_path / "few.txt").write_text("a" * (length + 1))
+    with pytest.raises(UserError, match="leaves nothing to train on: the text holds 1 sample"):
+        prepare(job_with(tmp_path, data={"path": "few.txt", "held_out": 0.1}))
+    # A document that is longer than a sample is cut into two.
+    prepared = prepare(job_with(tmp_path, data={"path": "few.txt", "held_out": 0.1, "packing": True}))
+    assert prepared.held_out.share == 0.1

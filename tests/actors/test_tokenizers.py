@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from actors.checkpoints import DataIdentity, Manifest, Progress, check_continues, data_identity
 from actors.data_settings import TextSource
+from actors.engine.documents import PLAIN
 from actors.engine.tokens import NOTHING_HELD_OUT, TokenFile, check_vocabulary
 from actors.job import Training
 from actors.text.text import check_text, prepare_text
@@ -111,7 +112,7 @@ def test_the_byte_tokenizer_has_its_own_end(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     model, training = make_model(), Training(global_batch_size=4, sequence_length=16, steps=9)
     theirs = data_identity(
-        _prepared(tmp_path, trained_tokenizer(tmp_path / "tokenizer.json")), NOTHING_HELD_OUT
+        _prepared(tmp_path, trained_tokenizer(tmp_path / "tokenizer.json")), NOTHING_HELD_OUT, PLAIN
     )
     manifest = Manifest(
         progress=Progress(iteration=3, updates=3),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.engine.documents import PLAIN, Documents
 from actors.job import Training
 from planner.plan import Plan
 from tests.engine import reference
@@ -18,12 +19,14 @@ from tests.engine.reference import Trained
 STEPS = 20
 
 
-def one_process(plan: Plan, training: Training, tokens: Path, *, exact: bool = False) -> Trained:
+def one_process(
+    plan: Plan, training: Training, tokens: Path, *, exact: bool = False, documents: Documents = PLAIN
+) -> Trained:
     """What one process makes of the plan's task; `exact` in fp64."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return reference.train(plan.model, training, tokens, exact=exact)
+        return reference.train(plan.model, training, tokens, exact=exact, documents=documents)
     finally:
         torch.set_num_threads(threads)
 
@@ -60,12 +63,20 @@ def _assert_no_further_than_round_off(
 
 
 def assert_trains_as_one_process(
-    pool: RankPool, plan: Plan, tokens: Path, *, steps: int = STEPS, clip: float | None = None
+    pool: RankPool,
+    plan: Plan,
+    tokens: Path,
+    *,
+    steps: int = STEPS,
+    clip: float | None = None,
+    documents: Documents = PLAIN,
 ) -> None:
     """Law 1 in fp32, on real ranks; with `clip`, of gradients that are all longer than that."""
     training = training_of(plan, steps=steps, gradient_clip=clip)
-    expected = one_process(plan, training, tokens)
+    expected = one_process(plan, training, tokens, documents=documents)
     if clip is not None:
         assert min(expected.norms) > clip, "clipping is meant to happen"
-    got = train_plan(pool, plan, training, tokens)
-    assert_same_training(got, expected, lambda: one_process(plan, training, tokens, exact=True))
+    got = train_plan(pool, plan, training, tokens, documents=documents)
+    assert_same_training(
+        got, expected, lambda: one_process(plan, training, tokens, exact=True, documents=documents)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.data_settings import TextSource
+from actors.engine.documents import PLAIN, Documents
 from actors.engine.gradient_buffer import Piece
 from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
 from actors.job import LearningRate, Optimizer, Training
-from actors.text.text import prepare_tokens
+from actors.text.text import prepare_text, prepare_tokens
 from planner.parameters import Parameter, model_parameters
 from planner.plan import Plan
 from tests.engine.rank_pool import RankPool
@@ -89,9 +92,13 @@ def _gradient(piece: Piece) -> Part:
     return Part(piece.name, piece.tp_range, piece.logical(piece.gradient).clone())
 
 
-def train_plan(pool: RankPool, plan: Plan, training: Training, tokens: Path) -> Trained:
+def train_plan(
+    pool: RankPool, plan: Plan, training: Training, tokens: Path, *, documents: Documents = PLAIN
+) -> Trained:
     """Train on real ranks. Asserts on the way that all holders of an element hold the same bits."""
-    config = TrainerConfig(plan=plan, training=training, tokens=tokens, timeout_seconds=30)
+    config = TrainerConfig(
+        plan=plan, training=training, tokens=tokens, timeout_seconds=30, documents=documents
+    )
     outcomes: Sequence[RankOutcome] = pool.run(train_rank, config, world_size=plan.world_size)
     told = {tuple((r.loss, r.gradient_norm) for r in outcome.reports) for outcome in outcomes}
     assert len(told) == 1, "ranks differ in what they report of the world"
@@ -137,6 +144,16 @@ def write_tokens(folder: Path) -> Path:
         "".join(f"{i} times {i} is {i * i}, and {i} is no {chr(97 + i % 26)}.\n" for i in range(2000))
     )
     return prepare_tokens(text, cache_dir=folder).path
+
+
+def write_documents(folder: Path, *, longest: int) -> Path:
+    """A token file of 400 documents of unlike lengths, of 2 to `longest` tokens."""
+    text = folder / "documents.jsonl"
+    with text.open("w") as stream:
+        for i in range(400):
+            words = " ".join(f"{i} by {k} is {i * k}" for k in range(longest))
+            stream.write(json.dumps({"text": words[: 1 + i * i % (longest - 1)]}) + "\n")
+    return prepare_text(TextSource(text), cache_dir=folder).path
 
 
 def training_of(

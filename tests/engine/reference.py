@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from actors.engine.data import Samples
+from actors.engine.documents import PLAIN, Documents
 from actors.engine.mixture import open_tokens
 from actors.engine.model.dropout import Draws, kept_mask
 from actors.engine.weights import initial_parameter
@@ -40,7 +41,14 @@ class Trained:
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(model: ModelSpec, training: Training, tokens: Path, *, exact: bool = False) -> Trained:
+def train(
+    model: ModelSpec,
+    training: Training,
+    tokens: Path,
+    *,
+    exact: bool = False,
+    documents: Documents = PLAIN,
+) -> Trained:
     """Train as one process would, the whole global batch at once; fp32, or bf16 or fp16 with fp32 master weights.
 
     `exact` works in fp64 throughout, which shows how far round-off alone takes fp32.
@@ -58,13 +66,15 @@ def train(model: ModelSpec, training: Training, tokens: Path, *, exact: bool = F
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
         seed=training.seed,
+        documents=documents,
     )
     losses, norms, first = [], [], Tensors()
     for iteration in range(1, training.steps + 1):
         inputs, labels = samples.batch(iteration, 0, training.global_batch_size)
         leaves = {name: master.to(dtype).detach().requires_grad_() for name, master in masters.items()}
         dropped = Dropped(model.dropout, Draws(training.seed, iteration, first_sample=0))
-        output = logits(model, leaves, inputs, dropped)
+        begins = samples.documents(iteration, 0, training.global_batch_size)
+        output = logits(model, leaves, inputs, dropped, begins)
         loss = F.cross_entropy(output.to(wide).flatten(0, 1), labels.flatten())
         (loss * loss_scale).backward()
         gradients = {
@@ -124,11 +134,14 @@ class Dropped:
         return x.masked_fill(~mask.view(x.shape), 0.0) / (1 - of_65536 / 65536)
 
 
-def logits(model: ModelSpec, p: Tensors, ids: torch.Tensor, dropped: Dropped) -> torch.Tensor:
-    """ids `[samples, sequence]` -> logits `[samples, sequence, vocabulary]`."""
+def logits(
+    model: ModelSpec, p: Tensors, ids: torch.Tensor, dropped: Dropped, begins: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ids `[samples, sequence]` -> logits `[samples, sequence, vocabulary]`; `begins` as StageModel's documents."""
+    begins = torch.zeros_like(ids) if begins is None else begins
     hidden = p["embedding.tokens.weight"][ids]
     if model.family == "gpt3":
-        hidden = hidden + p["embedding.positions.weight"][: ids.shape[1]]
+        hidden = hidden + p["embedding.positions.weight"][torch.arange(ids.shape[1]) - begins]
     hidden = dropped(hidden, -1, "embedding")
     for index in range(model.layers):
         layer = {
@@ -137,7 +150,8 @@ def logits(model: ModelSpec, p: Tensors, ids: torch.Tensor, dropped: Dropped) ->
             if name.startswith(f"layers.{index}.")
         }
         normed = _norm(model, layer, "attention_norm", hidden)
-        update = _attention(model, layer, normed, partial(dropped, layer=index, operator="attention_dropout"))
+        dropped_weights = partial(dropped, layer=index, operator="attention_dropout")
+        update = _attention(model, layer, normed, begins, dropped_weights)
         hidden = hidden + dropped(update, index, "attention_residual")
         update = _mlp(model, layer, _norm(model, layer, "mlp_norm", hidden))
         hidden = hidden + dropped(update, index, "mlp_residual")
@@ -146,7 +160,11 @@ def logits(model: ModelSpec, p: Tensors, ids: torch.Tensor, dropped: Dropped) ->
 
 
 def _attention(
-    model: ModelSpec, layer: Tensors, x: torch.Tensor, dropped: Callable[[torch.Tensor], torch.Tensor]
+    model: ModelSpec,
+    layer: Tensors,
+    x: torch.Tensor,
+    begins: torch.Tensor,
+    dropped: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     samples, length, width = x.shape
     query, key, value = (
@@ -158,7 +176,9 @@ def _attention(
         queries_per_key = model.heads // model.kv_heads
         key, value = (part.repeat_interleave(queries_per_key, dim=2) for part in (key, value))
     scores = torch.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(model.head_size)
-    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & (
+        begins.unsqueeze(1) == begins.unsqueeze(2)
+    ).unsqueeze(1)
     wide = torch.promote_types(x.dtype, torch.float32)
     weights = dropped(scores.to(wide).masked_fill(~allowed, -math.inf).softmax(dim=-1).to(x.dtype))
     mixed = torch.einsum("bhij,bjhd->bihd", weights, value)

@@ -118,7 +118,12 @@ class _Scale(nn.Module):
         self.has_embedding, self.has_head = first, last
 
     def forward(
-        self, inputs: torch.Tensor, labels: Any = None, loss_scale: float = 1.0, draws: Draws | None = None
+        self,
+        inputs: torch.Tensor,
+        labels: Any = None,
+        loss_scale: float = 1.0,
+        draws: Draws | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         scaled = inputs * self.factor
         return scaled.sum() * loss_scale if self.has_head else scaled
@@ -152,7 +157,7 @@ def _run_rank(plan: Plan, place: RankPlace, rendezvous: _Rendezvous, losses: dic
         return rows.view(-1, 1, 1).expand(shape).contiguous(), rows
 
     for _ in range(2):
-        result = runner.run(batch, lambda _: Draws(seed=0, iteration=1, first_sample=0))
+        result = runner.run(batch, lambda _: Draws(seed=0, iteration=1, first_sample=0), lambda _: None)
     losses[place.rank] = [float(loss) for loss in result.losses]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from actors.checkpoints import DataIdentity, Manifest, Progress, check_continues, data_identity
 from actors.engine.data import HeldOutSamples, Samples
+from actors.engine.documents import PLAIN
 from actors.engine.tokens import NOTHING_HELD_OUT, TOKEN_TYPE, HeldOut, TokenFile
 from actors.engine.windows import WindowSplit
 from actors.job import Training
@@ -113,7 +114,7 @@ def test_a_share_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 def test_the_identity_of_data_tells_what_is_held_out(tmp_path: Path) -> None:
     text = _counting(tmp_path / "a.tokens", 11)
     told = [
-        data_identity(text, held_out).held_out
+        data_identity(text, held_out, PLAIN).held_out
         for held_out in (NOTHING_HELD_OUT, HeldOut(share=0.01), HeldOut(tokens=Path("/cache/0123.tokens")))
     ]
     assert told == ["", "0.01", "0123"]

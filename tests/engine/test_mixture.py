@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from actors.checkpoints import DataIdentity, data_identity
 from actors.engine.data import HeldOutSamples, Samples
+from actors.engine.documents import PLAIN
 from actors.engine.mixture import Mixture, Turns, open_tokens, write_mixture
 from actors.engine.tokens import NOTHING_HELD_OUT, TOKEN_TYPE, HeldOut, TokenFile, TokenHeader
 from planner.errors import UserError
@@ -115,15 +116,15 @@ def test_the_order_stays_the_same_between_versions(mixture: Mixture) -> None:
 def test_the_identity_of_data_tells_texts_and_weights(mixture: Mixture, tmp_path: Path) -> None:
     def identity(*weights: float) -> DataIdentity:
         sources = list(zip(mixture.sources, weights, strict=True))
-        return data_identity(write_mixture(sources, tmp_path), NOTHING_HELD_OUT)
+        return data_identity(write_mixture(sources, tmp_path), NOTHING_HELD_OUT, PLAIN)
 
-    own = data_identity(mixture, NOTHING_HELD_OUT)
+    own = data_identity(mixture, NOTHING_HELD_OUT, PLAIN)
     assert (own.weights, own.tokens) == ((5, 2, 1), 303)
     # The folder has no part in it.
     assert identity(5, 2, 1) == own
     assert identity(5, 1, 2).name != own.name
     turned = write_mixture([(text, 1) for text in mixture.sources[::-1]], tmp_path)
-    assert data_identity(turned, NOTHING_HELD_OUT).name != identity(1, 1, 1).name
+    assert data_identity(turned, NOTHING_HELD_OUT, PLAIN).name != identity(1, 1, 1).name
 
 
 def test_tokens_of_several_tokenizers_are_no_mixture(mixture: Mixture, tmp_path: Path) -> None:

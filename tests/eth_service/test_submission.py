@@ -172,6 +172,14 @@ def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_what_packing_leaves_to_train_on_is_not_told_by_sizes(root: Path) -> None:
+    (root / "texts" / "short.txt").write_text("a" * 33)
+    data = {"path": "texts/short.txt", "held_out": 0.1}
+    with pytest.raises(UserError, match="leaves nothing to train on: the text holds 1 sample"):
+        accept_job(job_values(data=data), root=root)
+    assert accept_job(job_values(data=data | {"packing": True}), root=root).data.packing
+
+
 def test_a_plan_of_ones_own_that_does_not_fit_is_refused(root: Path) -> None:
     plan = example_plan().model_dump(mode="json")
     training = {
