@@ -12,7 +12,7 @@ from planner.plan import Plan
 
 if TYPE_CHECKING:
     from actors.engine.evaluation import Validation
-    from actors.engine.trainer import IterationReport
+    from actors.engine.iteration import IterationReport
 
 Row = dict[str, Any]
 

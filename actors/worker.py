@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from actors.engine.checkpoint import SavedCheckpoint
     from actors.engine.evaluation import Validation
-    from actors.engine.trainer import IterationReport, TrainerConfig
+    from actors.engine.iteration import IterationReport
+    from actors.engine.trainer import TrainerConfig
 
 T = TypeVar("T")
 

@@ -22,12 +22,12 @@ from actors.engine.documents import PLAIN, Documents
 from actors.engine.evaluation import Evaluator, HeldOutBatches, Validation
 from actors.engine.exchange import Exchange
 from actors.engine.gradient_buffer import ParameterGradients, Piece
-from actors.engine.gradient_sync import CallTime
+from actors.engine.iteration import Gradients, IterationReport, events_of
 from actors.engine.loss_scale import LossScale
 from actors.engine.mixture import Tokens, open_tokens
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.process_groups import ProcessGroups
-from actors.engine.stage_runner import StageRunner, StepTime
+from actors.engine.stage_runner import StageRunner
 from actors.engine.support import check_supported
 from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut
 from actors.engine.training_state import TrainingState
@@ -38,7 +38,6 @@ from actors.engine.weights import DTYPES, initial_parameter, save_weights, shard
 from actors.job import Evaluation, Training
 from actors.storage import StoragePath
 from planner.plan import Plan, RankPlace, StagePlan
-from planner.timeline import Event, Kind
 
 MEASURED_ITERATIONS = 2
 """Iterations whose memory is watched: the second is like all that follow."""
@@ -67,52 +66,6 @@ class TrainerConfig:
     keep_best_checkpoints: int = 0
     resume_from: StoragePath | None = None
     weights: Path | None = None
-
-
-@dataclass(frozen=True)
-class IterationReport:
-    """One iteration of one rank. Times are `time.monotonic()`: comparable between processes of one host.
-
-    `loss` (mean over the global batch's counted tokens) and `gradient_norm` (before clipping) are the
-    world's, the same on every rank. An iteration that was `skipped` updated nothing. `steps` counts
-    forward, backward and optimizer steps of this iteration, `late_steps` those in which an emulated device's
-    host could not keep up. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
-    `events` count wall seconds from `start_time`. `saved` are the checkpoints that ended since the last report,
-    told by rank 0. `validation` is there where the iteration was followed by an evaluation, which no other figure
-    includes but for `peak_tensor_bytes`.
-    """
-
-    iteration: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    start_time: float
-    compute_end_time: float
-    sync_end_time: float
-    end_time: float
-    steps: int
-    late_steps: int
-    peak_tensor_bytes: int
-    skipped: bool = False
-    loss_scale: float = 1.0
-    events: tuple[Event, ...] = ()
-    saved: tuple[SavedCheckpoint, ...] = ()
-    validation: Validation | None = None
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What `compute_gradients` found, the same on every rank, and when its parts ended.
-
-    The buffer holds the gradients of the loss times `loss_scale`.
-    """
-
-    agreed: Agreed
-    loss_scale: float
-    compute_end_time: float
-    sync_end_time: float
-    steps: tuple[StepTime, ...]
-    calls: tuple[CallTime, ...]
 
 
 class Trainer:
@@ -255,7 +208,7 @@ class Trainer:
             peak_tensor_bytes=self._device.peak_tensor_bytes(),
             skipped=not update,
             loss_scale=gradients.loss_scale,
-            events=tuple(_events(self._place, gradients, start=start, update=update_start, end=end)),
+            events=tuple(events_of(self._place, gradients, start=start, update=update_start, end=end)),
         )
 
     def compute_gradients(self, iteration: int) -> Gradients:
@@ -422,23 +375,3 @@ def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: De
         documents=config.documents,
     )
     return ReplicaBatches(plan=config.plan, place=place, samples=samples, device=device.torch_device)
-
-
-def _events(
-    place: RankPlace, gradients: Gradients, *, start: float, update: float, end: float
-) -> list[Event]:
-    def event(
-        kind: Kind, micro_batch: int | None, first: float, last: float, block: int | None = None
-    ) -> Event:
-        return Event(
-            place.device, place.pipeline, place.stage, kind, micro_batch, first - start, last - start, block
-        )
-
-    return [
-        *(event(step.kind, step.micro_batch, step.start, step.end) for step in gradients.steps),
-        *(
-            event("gradient_sync", None, time.span.start, time.span.end, time.call.block)
-            for time in gradients.calls
-        ),
-        event("optimizer", None, update, end),
-    ]

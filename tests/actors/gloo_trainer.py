@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.evaluation import Validation
-from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.iteration import IterationReport
+from actors.engine.trainer import TrainerConfig
 from actors.storage import StoragePath
 from actors.worker import MakeTrainer
 

@@ -12,7 +12,7 @@ from rich.console import Console as Terminal
 
 from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.evaluation import Validation
-from actors.engine.trainer import IterationReport
+from actors.engine.iteration import IterationReport
 from actors.metrics import Measurements, finish_spread
 from actors.report import Console, checkpoint_line, iteration_line
 from actors.run_folder import RunFolder

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from actors.data_settings import TextSource
 from actors.engine.documents import PLAIN, Documents
 from actors.engine.gradient_buffer import Piece
-from actors.engine.trainer import IterationReport, Trainer, TrainerConfig
+from actors.engine.iteration import IterationReport
+from actors.engine.trainer import Trainer, TrainerConfig
 from actors.job import LearningRate, Optimizer, Training
 from actors.text.text import prepare_text, prepare_tokens
 from planner.parameters import Parameter, model_parameters

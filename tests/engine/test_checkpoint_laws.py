@@ -26,10 +26,11 @@ from actors.checkpoints import (
     read_manifest,
 )
 from actors.engine.checkpoint import SavedCheckpoint, load_slices
+from actors.engine.iteration import IterationReport
 from actors.engine.mixture import write_mixture
 from actors.engine.state_slices import StateSlice
 from actors.engine.tokens import TokenFile
-from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.trainer import TrainerConfig
 from actors.engine.weights import DTYPES
 from actors.job import Optimizer, Training
 from actors.storage import StoragePath

@@ -52,7 +52,10 @@ CASES: list[Any] = [
     ),
     pytest.param(MIDDLE, Documents(attention=True), id="llama: a middle stage, which reads no tokens"),
     pytest.param(
-        by_position(plan_of([(2, 1, 4)], samples=[3])), Documents(attention=True), id="gpt3: positions cut"
+        by_position(plan_of([(2, 1, 4)], samples=[3])),
+        Documents(attention=True),
+        id="gpt3: positions cut",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         plan_of([(2, 1, 4)], [(1, 1, 4)], samples=[2, 3]),
@@ -110,7 +113,13 @@ def test_held_out_documents_are_evaluated_as_in_one_process(rank_pool: RankPool,
     assert torch.equal(samples.batch(3, 5)[0], inputs[3:5])
 
 
-@pytest.mark.parametrize("recompute", [{}, {"scores": 2, "softmax": 2}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param({}, id="kept", marks=pytest.mark.slow),
+        pytest.param({"scores": 2, "softmax": 2}, id="recomputed"),
+    ],
+)
 def test_memory_stays_as_predicted_but_for_where_documents_begin(
     rank_pool: RankPool, tmp_path: Path, recompute: dict[str, int]
 ) -> None:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from actors.engine import emulate, exchange
 from actors.engine.device import make_device
 from actors.engine.gradient_transport import GroupTransport
+from actors.engine.iteration import IterationReport
 from actors.engine.process_groups import ProcessGroups
-from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.trainer import TrainerConfig
 from actors.engine.transports import slice_gather
 from planner.cluster import Cluster
 from planner.cost.exchange import gather_seconds

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from actors.checkpoints import checkpoint_path, checkpoints
 from actors.engine.data import HeldOutSamples
 from actors.engine.evaluation import HeldOutBatches, Validation, perplexity
+from actors.engine.iteration import IterationReport
 from actors.engine.model.dropout import Draws
 from actors.engine.model.loss import NOT_COUNTED
 from actors.engine.tokens import HeldOut, TokenFile
-from actors.engine.trainer import IterationReport, TrainerConfig
+from actors.engine.trainer import TrainerConfig
 from actors.engine.weights import initial_parameter
 from actors.job import Evaluation, LearningRate
 from planner.model_spec import ModelSpec
