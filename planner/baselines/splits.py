@@ -18,7 +18,7 @@ from planner.baselines.sketch import Chain
 from planner.cost.exchange import Replica
 from planner.cost.layer_flow import Recompute
 from planner.cost.memory import MemoryModel, StageLoad
-from planner.cost.recompute import RecomputeModel, Replay, recompute_on
+from planner.cost.recompute import RecomputeModel, Replay
 from planner.cost.stages import StageCost, StageShape
 from planner.search.layer_split import Split, SplitStage, best_splits
 
@@ -184,27 +184,17 @@ class Splitter:
         """Most layers that fit, with nothing or with everything recomputed."""
         key = (role, in_flight, recomputed)
         if key not in self._caps:
-            self._caps[key] = min(
-                self._most_layers(role, type_, rows, in_flight, recomputed) for type_, rows in role.form.loads
-            )
+            self._caps[key] = self._most_layers(role, in_flight, recomputed)
         return self._caps[key]
 
-    def _most_layers(self, role: Role, type_: str, rows: int, in_flight: int, recomputed: bool) -> int:
-        load = _load(role, rows, self.layers, in_flight)
-        device = self.cost.device_types[type_]
-        if not recomputed:
-            return self.memory.most_layers(load, device)
-        assert self._recompute is not None
-        rungs = self._recompute.ladder(device_type=type_, tp=role.form.tp, rows=rows)
-        low, high = -1, self.layers
-        while low < high:
-            middle = (low + high + 1) // 2
-            everything = recompute_on(rungs, middle, (len(rungs) - 1) * middle)
-            if self.memory.fits(replace(load, layers=middle, recompute=everything), device):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _most_layers(self, role: Role, in_flight: int, recomputed: bool) -> int:
+        if self._recompute is not None:
+            replays = self._replay_seconds(role, in_flight)
+            return int((np.isfinite(replays) if recomputed else replays == 0).sum()) - 1
+        return min(
+            self.memory.most_layers(_load(role, rows, self.layers, in_flight), self.cost.device_types[type_])
+            for type_, rows in role.form.loads
+        )
 
     def _replay_seconds(self, role: Role, in_flight: int) -> FloatArray:
         """[layers] -> seconds of recomputation in a micro-batch's backward; inf where nothing fits."""

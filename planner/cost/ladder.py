@@ -100,7 +100,10 @@ def _hull(cost: npt.NDArray[np.float64], saved: npt.NDArray[np.float64]) -> list
     """Rows on the upper left of all points, from the origin (left out) to the most saved."""
     hull: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
     best = 0.0
-    for row in np.lexsort((-saved, cost)):
+    order = np.lexsort((-saved, cost))
+    # Those that save no more than one before them are passed over anyway.
+    most = np.maximum.accumulate(np.concatenate([[0.0], saved[order]]))[:-1]
+    for row in order[saved[order] > most]:
         point = (float(cost[row]), float(saved[row]), int(row))
         if point[1] <= best * (1 + _STRAIGHT):
             continue

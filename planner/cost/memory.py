@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from planner.catalogue import Backend, DeviceType
@@ -69,6 +70,7 @@ class MemoryModel:
         self.sequence_length = sequence_length
         self.dtypes = dtypes
         self.memory_scale = memory_scale
+        self._held_values: dict[tuple[int, int, bool, bool], HeldValues] = {}
         self._rows: dict[tuple[int, int, bool], RowBytes] = {}
 
     @classmethod
@@ -94,7 +96,7 @@ class MemoryModel:
 
     def step_bases(self, load: StageLoad) -> StepBases:
         """What of the stage's memory depends neither on what layers keep nor on micro-batches in flight."""
-        held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
+        held = self._held(load, load.layers)
         sizes = self.rows_bytes(load.tp, load.rows, load.sequence_parallel)
         width = PRECISION_BYTES[self.dtypes.param]
         state, update = self.state_bytes(load)
@@ -135,12 +137,22 @@ class MemoryModel:
             embedding=embedding,
         )
 
-    def state_bytes(self, load: StageLoad) -> tuple[float, float]:
-        """Parameters, gradients and optimizer state; and what the optimizer's step needs beside them."""
-        held = held_values(self.model, load.tp, load.layers, load.embedding, load.head)
-        constants = (
-            activations.constant_bytes(self.model, self.dtypes, self.sequence_length) if load.layers else 0
-        )
+    def _held(self, load: StageLoad, layers: int) -> HeldValues:
+        key = (load.tp, layers, load.embedding, load.head)
+        if key not in self._held_values:
+            self._held_values[key] = held_values(self.model, *key)
+        return self._held_values[key]
+
+    @cached_property
+    def _constants(self) -> float:
+        return activations.constant_bytes(self.model, self.dtypes, self.sequence_length)
+
+    def state_bytes(self, load: StageLoad, *, layers: int | None = None) -> tuple[float, float]:
+        """Parameters, gradients and optimizer state; and what the optimizer's step needs beside them. `layers` stands
+        for those of the load."""
+        layers = load.layers if layers is None else layers
+        held = self._held(load, layers)
+        constants = self._constants if layers else 0
         parameters = held.padded * PRECISION_BYTES[self.dtypes.param]
         state = parameters + self._sharded_bytes(load, held) + constants + SMALL_CHANGE_BYTES
         return state + self._wire_bytes(load, held), self._update_bytes(load, held)

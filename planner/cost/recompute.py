@@ -6,7 +6,7 @@ the others on the one below. Backward replays what a layer gave up, so the price
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -37,7 +37,7 @@ class RecomputeModel:
     def __init__(self, cost: StageCost, memory: MemoryModel) -> None:
         self._cost, self._memory = cost, memory
         self._ladders: dict[tuple[str, int, int, bool], tuple[Rung, ...]] = {}
-        self._around: dict[tuple[int, int, int, bool, bool, int, bool], _Around] = {}
+        self._around: dict[tuple[int, int, int, bool, bool, int, bool, int], _Around] = {}
 
     def ladder(
         self, *, device_type: str, tp: int, rows: int, sequence_parallel: bool = False
@@ -100,17 +100,30 @@ class RecomputeModel:
         nothing fits, as with 0 in flight. With `relaxed` layers may be recomputed in part, which no choice of
         operators for each layer can beat.
         """
+        return self.seconds_tables(device_type, [load], most_in_flight=most_in_flight, relaxed=relaxed)[0]
+
+    def seconds_tables(
+        self, device_type: str, loads: Sequence[StageLoad], *, most_in_flight: int, relaxed: bool = False
+    ) -> FloatArray:
+        """`seconds_table` of loads that differ in nothing but ZeRO: [load, in_flight, layers]."""
+        load = loads[0]
         rungs = self._ladder_of(device_type, load)
         saved = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel).layer_saved
         device = self._cost.device_types[device_type]
+        around = [self._around_of(one, most_in_flight) for one in loads]
+        room = _Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
+        table = _relaxed(room, rungs, saved) if relaxed else _whole(room, rungs, saved)
+        table[:, 0] = np.inf
+        return table
+
+    def _around_of(self, load: StageLoad, most_in_flight: int) -> _Around:
         ends = load.embedding, load.head
-        key = (load.tp, load.rows, load.layers, *ends, most_in_flight, load.sequence_parallel)
+        # Under ZeRO-2 gradients of an end arrive from the other replicas while it runs backward.
+        dp = load.dp if load.zero_stage == 2 and any(ends) else 1
+        key = (load.tp, load.rows, load.layers, *ends, most_in_flight, load.sequence_parallel, dp)
         if key not in self._around:
             self._around[key] = _Around(self._memory, load, most_in_flight)
-        room = _Room(self._memory, self._around[key], load, device, slack=1.0 if relaxed else 0.5)
-        table = _relaxed(room, rungs, saved) if relaxed else _whole(room, rungs, saved)
-        table[0] = np.inf
-        return table
+        return self._around[key]
 
     def _climb(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
         """The first place on a ladder where all fit: memory only falls on the way up."""
@@ -160,7 +173,7 @@ def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
 
 class _Around:
     """What a stage holds beside its state and what its layers keep, by micro-batches in flight and layers: bytes that
-    depend neither on the device nor on ZeRO."""
+    depend neither on the device nor on how many share the state."""
 
     def __init__(self, memory: MemoryModel, load: StageLoad, most_in_flight: int) -> None:
         self.layers = np.arange(load.layers + 1, dtype=np.float64)
@@ -177,35 +190,52 @@ class _Around:
 
 
 class _Room:
-    """Bytes that the layers of a stage may keep of one micro-batch, by micro-batches in flight and layers.
+    """Bytes that the layers of a stage may keep of one micro-batch, by load, micro-batches in flight and layers.
 
     `ends` is what head and embedding leave them; `layer` what a layer's backward leaves, if the last layer
     gives up nothing that is alive again then. -inf where nothing fits.
     """
 
     def __init__(
-        self, memory: MemoryModel, around: _Around, load: StageLoad, device: DeviceType, slack: float
+        self,
+        memory: MemoryModel,
+        every: Sequence[_Around],
+        loads: Sequence[StageLoad],
+        device: DeviceType,
+        slack: float,
     ) -> None:
-        """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting."""
+        """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting.
+
+        `every` is what is around the state of each load.
+        """
+        around = every[0]
         self.layers, self.in_flight, self.once = around.layers, around.in_flight, around.once
-        # What a narrow wire needs stops growing at some number of layers.
-        counts = _all_layers(load) if memory.narrow_wire else _few_layers(load)
-        known = [memory.state_bytes(one) for one in counts]
-        state, update = (_by_layers(list(line), load.layers) for line in zip(*known, strict=True))
+        state, update = (
+            np.array(lines)[:, None]
+            for lines in zip(*(_state_by_layers(memory, load) for load in loads), strict=True)
+        )
         left = (most_tensor_bytes(device) + slack) / memory.memory_scale - state
-        room = left - around.bytes
-        room[:, update > left] = -np.inf
+        room = np.where(update > left, -np.inf, left - around.bytes)
         self.layer = (room - around.layer) / self.once
-        self.ends = (room - around.head) / self.once
+        self.ends = (room - np.array([one.head for one in every])[:, None]) / self.once
         if around.embedding is not None:
             # The oldest micro-batch's layers are freed by then.
-            others = room - around.embedding
+            others = room - np.array([one.embedding for one in every])[:, None]
             most = np.where(others < 0, -np.inf, others / np.maximum(self.in_flight - 1, _NONE))
             self.ends = np.minimum(self.ends, most)
 
     def kept(self, given_up: float) -> FloatArray:
         """What all layers may keep together when the last gives up so many bytes."""
         return np.minimum(self.ends, self.layer - given_up / self.once)
+
+
+def _state_by_layers(memory: MemoryModel, load: StageLoad) -> tuple[FloatArray, FloatArray]:
+    """`MemoryModel.state_bytes` by number of layers."""
+    # What a narrow wire needs stops growing at some number of layers.
+    most = load.layers if memory.narrow_wire else min(load.layers, 2)
+    known = [memory.state_bytes(load, layers=count) for count in range(most + 1)]
+    state, update = (_by_layers(list(line), load.layers) for line in zip(*known, strict=True))
+    return state, update
 
 
 def _all_layers(load: StageLoad) -> list[StageLoad]:
@@ -258,54 +288,74 @@ def _whole(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
 
 def _relaxed(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
     """Layers give up any part, at the price of the hull: the larger of what ends and layers ask for."""
+    return np.maximum(_relaxed_ends(room, rungs, saved), _relaxed_layers(room, rungs, saved))
+
+
+def _relaxed_ends(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+    """What head and embedding leave: every layer gives up as much, at the least seconds of the hull."""
+    need = room.layers * saved - room.ends
     with np.errstate(invalid="ignore"):
-        each = (room.layers * saved - room.ends) / np.maximum(room.layers, 1)
-    each = np.where(room.layers > 0, each, np.where(room.ends < 0, np.inf, 0.0))
-    ends = _hull_seconds(each, np.maximum(room.layers, 1), rungs)
-    return np.maximum(ends, _relaxed_layers(room, rungs, saved))
+        fits = np.where(
+            room.layers > 0, need / np.maximum(room.layers, 1) <= rungs[-1].saved_bytes, need <= 0
+        )
+    need = np.where(fits, need, 0.0)
+    seconds = np.zeros(need.shape)
+    for below, above in pairwise(rungs):
+        slope = _slope(below, above)
+        line = need * slope + room.layers * (below.seconds - slope * below.saved_bytes)
+        np.maximum(seconds, line, out=seconds)
+    return np.where(fits, seconds, np.inf)
 
 
 def _relaxed_layers(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
     """What the last layer gives up counts once less, being alive again in its backward.
 
-    Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight: the hull h has
-    corners, and at the least x or y is at one.
+    Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight. The hull h is
+    convex, so x and y take its pieces in the order of seconds for each byte that is needed: the least seconds are a
+    convex function of the need, the highest of the lines through its pieces.
     """
-    every = room.once * (room.layers * saved - room.layer)
-    table = np.where(every <= 0, 0.0, np.inf)
+    need = room.once * (room.layers * saved - room.layer)
     # Nothing helps beyond full recomputation of all layers.
     full = np.maximum(room.once * room.layers - 1, 0) * rungs[-1].saved_bytes
-    open_ = (every > 0) & (every <= full * (1 + 1e-9))
-    if open_.any():
-        once, layers = (np.broadcast_to(one, every.shape)[open_] for one in (room.once, room.layers))
-        table[open_] = _split_seconds(every[open_], once, layers, rungs)
-    return table
+    fits = need <= full * (1 + 1e-9)
+    seconds = np.zeros(need.shape)
+    if len(rungs) > 1 and (fits & (need > 0)).any():
+        need = np.where(fits, need, 0.0)
+        others = np.maximum(room.layers - 1, 0)
+        for slope, each, once in _pieces(rungs, room.once):
+            np.maximum(seconds, need * slope + (others * each + once), out=seconds)
+    return np.where(fits, seconds, np.inf)
 
 
-def _split_seconds(
-    need: FloatArray, in_flight: FloatArray, layers: FloatArray, rungs: Sequence[Rung]
-) -> FloatArray:
-    """The least seconds, by place of a table that needs so many bytes."""
-    others = np.maximum(layers - 1, 0)
-    weights = in_flight * others, (in_flight - 1) * (layers > 0)
-    one = (layers > 0).astype(float)
-    corners = np.array([[rung.saved_bytes] for rung in rungs])
-    seconds = np.array([[rung.seconds] for rung in rungs])
-    x = _solved(need - weights[1] * corners, weights[0])
-    y = _solved(need - weights[0] * corners, weights[1])
-    least = np.minimum(
-        _hull_seconds(x, others, rungs) + one * seconds, others * seconds + _hull_seconds(y, one, rungs)
-    )
-    return least.min(axis=0)
-
-
-def _solved(need: FloatArray, weight: FloatArray) -> FloatArray:
-    """Least z >= 0 with weight * z >= need; inf if there is none."""
+def _pieces(
+    rungs: Sequence[Rung], in_flight: FloatArray
+) -> Iterator[tuple[FloatArray, FloatArray, FloatArray]]:
+    """Lines below the least seconds by micro-batches in flight: seconds for each byte needed, and the seconds at no
+    need, for each layer but the last and once: columns."""
+    slopes = np.array([_slope(below, above) for below, above in pairwise(rungs)])
+    starts = np.array([(below.saved_bytes, below.seconds) for below in rungs])
+    pieces = len(slopes)
+    # Last layers: in the order of seconds for each byte needed, one micro-batch less counts.
+    weights = np.concatenate([in_flight.repeat(pieces, 1), (in_flight - 1).repeat(pieces, 1)], axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(need <= 0, 0.0, np.where(weight > 0, need / weight, np.inf))
+        prices = np.where(weights > 0, np.tile(slopes, 2) / weights, np.inf)
+    order = np.argsort(prices, axis=1, kind="stable")
+    taken = np.zeros((len(in_flight), 2), dtype=int)
+    rows = np.arange(len(in_flight))
+    for place in range(2 * pieces):
+        piece = order[:, place]
+        last = (piece >= pieces).astype(int)
+        price = prices[rows, piece][:, None]
+        usable = np.isfinite(price)
+        price = np.where(usable, price, 0.0)
+        before, alone = starts[taken[:, 0]], starts[taken[:, 1]]
+        each = before[:, 1:] - price * in_flight * before[:, :1]
+        once = alone[:, 1:] - price * (in_flight - 1) * alone[:, :1]
+        # With one in flight nothing that the last layer gives up helps.
+        yield price, np.where(usable, each, 0.0), np.where(usable, once, 0.0)
+        taken[rows, last] += 1
 
 
-def _hull_seconds(saved_bytes: FloatArray, layers: FloatArray, rungs: Sequence[Rung]) -> FloatArray:
-    """Least seconds in which layers give up so many bytes each; inf for more than full recomputation does."""
-    seconds = np.interp(saved_bytes, [rung.saved_bytes for rung in rungs], [rung.seconds for rung in rungs])
-    return np.where(saved_bytes <= rungs[-1].saved_bytes, layers * seconds, np.inf)
+def _slope(below: Rung, above: Rung) -> float:
+    """Seconds a byte."""
+    return (above.seconds - below.seconds) / (above.saved_bytes - below.saved_bytes)

@@ -314,6 +314,22 @@ def test_the_table_says_what_fewest_says_and_relaxed_is_close_below(
 
 
 @SLOW
+@given(loads, st.floats(1.0, 12.0), st.booleans())
+def test_loads_under_any_zero_are_worked_out_together(load: StageLoad, scale: float, relaxed: bool) -> None:
+    _, memory, model = job(BIG, RandomProfile(3, BIG), length=1024, scale=scale)
+    zeros = [(0, 1.0, 1), (1, 4.0, 1), (2, 4.0, 2), (2, 1e9, 3)]
+    every = [dataclasses.replace(load, zero_stage=stage, zero_ways=ways, dp=dp) for stage, ways, dp in zeros]
+    together = model.seconds_tables("910B4", every, most_in_flight=load.in_flight, relaxed=relaxed)
+    for one, table in zip(every, together, strict=True):
+        alone = model.seconds_table("910B4", one, most_in_flight=load.in_flight, relaxed=relaxed)
+        assert np.array_equal(table, alone)
+        if not relaxed:
+            plain = dataclasses.replace(one, recompute=())
+            most = memory.most_layers(plain, CATALOGUE["910B4"])
+            assert (table[load.in_flight] == 0).sum() - 1 == most
+
+
+@SLOW
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=4), st.integers(1, 5), st.floats(1.0, 12.0))
 def test_no_choice_of_sets_by_layer_beats_the_relaxed_table(
     chosen: list[int], in_flight: int, scale: float

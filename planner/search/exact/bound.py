@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.exact.bound_cells import ROUNDS, Cells, Group, stage_groups
+from planner.search.exact.bound_cells import ROUNDS, Cells, Group, cut_together, stage_groups
 from planner.search.exact.bound_columns import MOST_CELLS, Holding, WholePipelines
 from planner.search.exact.bound_single import single_pipeline_seconds
 from planner.search.exact.columns import Box
@@ -113,10 +113,8 @@ class Part:
             found = [(group, group.seconds(each), group.wide(best)) for group in self.groups]
             if not any((wide & (seconds <= best)).any() for _, seconds, wide in found):
                 break
-            for group, seconds, wide in found:
-                which = wide & (seconds <= best * _NEAR)
-                if which.any():
-                    group.cut(which, best)
+            near = [(group, wide & (seconds <= best * _NEAR)) for group, seconds, wide in found]
+            cut_together([(group, which) for group, which in near if which.any()], best)
         return self._lowest()
 
     def whole(self, upper: float, holding: Holding) -> float:

@@ -10,8 +10,9 @@ no stage has more than A' of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from planner.search.exact.priced_chains import join
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role
-from planner.search.exact.stage_table import FloatArray, StageTable
+from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 # Cells as wide as this share of the time are not cut any more.
 FINE = 3e-3
@@ -156,12 +157,15 @@ class Group:
 
     def cut(self, which: npt.NDArray[np.bool_], seconds: float) -> None:
         """Halve some cells."""
+        cut_together([(self, which)], seconds)
+
+    def replace(self, which: npt.NDArray[np.bool_], halves: Cells, values: FloatArray) -> None:
+        """Put the halves of some cells in their place, with what bounds them at least."""
         whole = self.cells.chosen(which)
-        halves = whole.halves(seconds, most_after=self.most_after)
         # Fill + P / m x price, that is P g / m, only grows with the pace P, so what bounds a cell bounds its
         # halves.
         known = np.tile(self.values[which] * whole.low[:, None], (2, 1)) / halves.low[:, None]
-        values = np.maximum(least_values(self.table, self.ranking, halves, stages=self.stages), known)
+        values = np.maximum(values, known)
         # The same holds for what has to pay for itself.
         paying = np.maximum(np.tile(self.paying[which] * whole.low, 2) / halves.low, values.min(axis=1))
         if self._scale:
@@ -169,6 +173,22 @@ class Group:
         self.paying = np.concatenate([self.paying[~which], paying])
         self.values = np.concatenate([self.values[~which], values])
         self.cells = self.cells.chosen(~which).joined(halves)
+
+
+def cut_together(cuts: Sequence[tuple[Group, npt.NDArray[np.bool_]]], seconds: float) -> None:
+    """Halve some cells of every group: those of one table together, which takes less time."""
+    by_table: dict[int, list[tuple[Group, npt.NDArray[np.bool_]]]] = {}
+    for group, which in cuts:
+        by_table.setdefault(id(group.ranking), []).append((group, which))
+    for alike in by_table.values():
+        halves = [
+            group.cells.chosen(which).halves(seconds, most_after=group.most_after) for group, which in alike
+        ]
+        parts = [(cells, group.stages) for (group, _), cells in zip(alike, halves, strict=True)]
+        first, _ = alike[0]
+        values = _values_of_parts(first.table, first.ranking, parts, scale=1.0)
+        for (group, which), cells, found in zip(alike, halves, values, strict=True):
+            group.replace(which, cells, found)
 
 
 def _least(cells: Cells, values: FloatArray) -> float:
@@ -180,20 +200,41 @@ def least_values(
 ) -> FloatArray:
     """g by cell and number of stages in the inclusive range: the least sum of m T / P + the price of the
     devices, `scale` times that of the ranking, and what comes after at that rate."""
-    fewest, most = stages
-    values = np.full((len(cells), most - fewest + 1), np.inf)
+    return _values_of_parts(table, ranking, [(cells, stages)], scale=scale)[0]
+
+
+def _values_of_parts(
+    table: StageTable, ranking: Ranking, parts: Sequence[tuple[Cells, tuple[int, int]]], *, scale: float
+) -> list[FloatArray]:
+    """`least_values` of cells with several ranges of stages."""
+    cells = reduce(Cells.joined, (one for one, _ in parts))
+    counts = [len(one) for one, _ in parts]
+    fewest, most = (np.repeat([stages[end] for _, stages in parts], counts) for end in (0, 1))
+    width = max(last - first + 1 for _, (first, last) in parts)
+    values = np.full((len(cells), width), np.inf)
     weights = _Weights(table, ranking, cells, scale)
-    if fewest == 1:
-        values[:, 0] = weights.of(Role.SINGLE, 1, 0)[:, table.layers]
-    held = weights.of(Role.LAST, 1, most - 1)
-    for position in range(2, most + 1):
-        if position >= fewest:
-            first = weights.of(Role.FIRST, position, 0)
-            values[:, position - fewest] = (held[:, ::-1] + first).min(axis=1)
-        if position < most:
-            held = join(held, weights.of(Role.MIDDLE, position, most - position))
-    rate = table.micro_batch_size / cells.low
-    return values + (cells.after_low * rate)[:, None]
+    rows = np.arange(len(cells))
+    alone = rows[fewest == 1]
+    if alone.size:
+        values[alone, 0] = weights.of(Role.SINGLE, 1, 0, alone)[:, table.layers]
+    rows = rows[most > 1]
+    held = weights.of(Role.LAST, 1, most[rows] - 1, rows)
+    for position in range(2, int(most.max(initial=0)) + 1):
+        closed = fewest[rows] <= position
+        if closed.any():
+            which = rows[closed]
+            first = weights.of(Role.FIRST, position, 0, which)
+            values[which, position - fewest[which]] = (held[closed, ::-1] + first).min(axis=1)
+        more = most[rows] > position
+        rows, held = rows[more], held[more]
+        if rows.size:
+            held = join(held, weights.of(Role.MIDDLE, position, most[rows] - position, rows))
+    values += (cells.after_low * (table.micro_batch_size / cells.low))[:, None]
+    ends = np.cumsum(counts)
+    return [
+        values[end - count : end, : stages[1] - stages[0] + 1]
+        for (_, stages), count, end in zip(parts, counts, ends, strict=True)
+    ]
 
 
 class _Weights:
@@ -202,26 +243,26 @@ class _Weights:
     def __init__(self, table: StageTable, ranking: Ranking, cells: Cells, scale: float) -> None:
         self._table, self._ranking, self._cells, self._scale = table, ranking, cells, scale
         self._rate = table.micro_batch_size / cells.low
-        within = (table.least <= cells.high.max(initial=0.0)).any(axis=(0, 1))
+        within = table.least_by_layers <= cells.high.max(initial=0.0)
         self._upto = int(np.flatnonzero(within).max(initial=0)) + 1
-        self._most_after = table.after.max(axis=(1, 2), initial=0.0)
-        self._most_tail = table.tail.max(axis=(1, 2), initial=0.0)
+        self._most_after, self._most_tail = table.most_after
 
-    def of(self, role: Role, position: int, ahead: int) -> FloatArray:
-        """`ahead` is the most stages that may stand before this one."""
-        upto = self._upto
-        limit = self._cells.after_high + ahead * self._cells.high
+    def of(self, role: Role, position: int, ahead: IntArray | int, rows: IntArray) -> FloatArray:
+        """Of some cells; `ahead` is the most stages that may stand before this one."""
+        upto, most = self._upto, self._cells.after_high[rows]
+        high, rate = self._cells.high[rows, None], self._rate[rows, None]
+        limit = most + ahead * self._cells.high[rows]
         limited = float(self._most_after[role]) > float(limit.min(initial=np.inf))
-        limited |= float(self._most_tail[role]) > float(self._cells.after_high.min(initial=np.inf))
+        limited |= float(self._most_tail[role]) > float(most.min(initial=np.inf))
         ranked = self._ranking.of(role, position, upto=upto, by="tail" if limited else "seconds")
         seconds = ranked.seconds[:, None]
-        weights = seconds * self._rate[:, None] + (ranked.cost * self._scale)[:, None]
-        np.putmask(weights, seconds > self._cells.high[:, None], np.inf)
+        weights = seconds * rate
+        weights += (ranked.cost * self._scale)[:, None]
+        np.putmask(weights, seconds > high, np.inf)
         if limited:
             np.putmask(weights, ranked.after[:, None] * (1 - 1e-9) > limit[:, None], np.inf)
-            most = self._cells.after_high[:, None]
-            np.putmask(weights, ranked.tail[:, None] * (1 - 1e-9) > most, np.inf)
-        found = np.full((len(self._cells), self._table.layers + 1), np.inf)
+            np.putmask(weights, ranked.tail[:, None] * (1 - 1e-9) > most[:, None], np.inf)
+        found = np.full((len(rows), self._table.layers + 1), np.inf)
         weights.min(axis=0, initial=np.inf, out=found[:, :upto])
         return found
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.search.exact.bound_cells import ROUNDS, Cells, Group, stage_groups
-from planner.search.exact.columns import Box, least_periods
+from planner.search.exact.bound_cells import ROUNDS, Cells, Group, cut_together, stage_groups
+from planner.search.exact.columns import Box, first_periods
 from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
 from planner.search.exact.ranking import Ranking
@@ -88,13 +88,11 @@ class _SinglePipeline:
             best = min(float(seconds.min(initial=self._upper)) for _, seconds in found)
             if best >= self._upper:
                 break
-            again = False
-            for group, seconds in found:
-                which = group.wide(best) & (seconds <= best * _NEAR)
-                if which.any():
-                    group.cut(which, best)
-                    again |= bool((seconds[which] <= best).any())
-            if not again:
+            near = [
+                (group, group.wide(best) & (seconds <= best * _NEAR), seconds) for group, seconds in found
+            ]
+            cut_together([(group, which) for group, which, _ in near if which.any()], best)
+            if not any((seconds[which] <= best).any() for _, which, seconds in near):
                 break
         return best
 
@@ -113,7 +111,6 @@ class _SinglePipeline:
 def _least_periods(table: StageTable, box: Box, low: FloatArray, high: FloatArray) -> FloatArray:
     """By number of stages: every chain on any devices of the box has a longer period."""
     edges = np.geomspace(float(low.min()), float(high.max()), _MOST_EDGES)
-    index = least_periods(table, box, periods=edges, max_stages=table.max_stages)
-    first = index.reshape(len(index), -1).min(axis=1)
-    found: FloatArray = np.concatenate([[0.0], edges])[first]
+    index = first_periods(table, box, periods=edges, max_stages=table.max_stages)
+    found: FloatArray = np.concatenate([[0.0], edges])[index]
     return found

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from planner.cost.gradient import update_bytes_per_value
 from planner.search.exact.choices import StageChoice, stage_choices
 from planner.search.exact.covers import Cover, find_covers
-from planner.search.exact.make_table import TableMaker, stage_values
+from planner.search.exact.make_table import TableMaker
+from planner.search.exact.replays import Replays, Replica, replicas_of
 from planner.search.exact.role import Role
 from planner.search.exact.stage_table import FloatArray, StageTable, joined, without_dominated
 from planner.search.exact.surroundings import Surroundings
@@ -23,14 +24,28 @@ def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Itera
 
     Each maker has another ZeRO stage, or cuts activations by position: a stage may be as under any of them.
     """
-    for size in sizes:
-        choices = list(stage_choices(makers[0].cost, makers[0].pool, micro_batch_size=size, mixed=False))
+    by_size = {
+        size: list(stage_choices(makers[0].cost, makers[0].pool, micro_batch_size=size, mixed=False))
+        for size in sizes
+    }
+    replicas = [one for choices in by_size.values() for choice in choices for one in replicas_of(choice)]
+    for replays, alike in _by_replays(makers):
+        replays.prepare(replicas, [maker.zero for maker in alike])
+    for size, choices in by_size.items():
         table = without_dominated(joined([maker.table(choices, micro_batch_size=size) for maker in makers]))
         covers = find_covers(makers[0].cost, makers[0].pool, micro_batch_size=size)
         if covers:
             table = _with_covers(table, covers, makers, max(sizes))
         if table.usable:
             yield table
+
+
+def _by_replays(makers: Sequence[TableMaker]) -> list[tuple[Replays, list[TableMaker]]]:
+    """Makers that have what stages recompute in common."""
+    found: dict[int, list[TableMaker]] = {}
+    for maker in makers:
+        found.setdefault(id(maker.replays), []).append(maker)
+    return [(alike[0].replays, alike) for alike in found.values()]
 
 
 def _with_covers(
@@ -41,6 +56,7 @@ def _with_covers(
     seconds = np.array([[_line(cover, makers, role) for cover in covers] for role in Role])
     receive = [[_receive(cover, maker.surroundings, role) for cover in covers] for role in Role]
     replays = _Replay(makers, size)
+    replays.prepare(covers)
     replay = np.array([[replays.of(cover, role) for cover in covers] for role in Role])
     gradient, update, gathered = _after(covers, makers)
     holders = [min(m.zero.holders(cover.fewest_replicas) for m in makers) for cover in covers]
@@ -86,6 +102,18 @@ class _Replay:
         self._zeros = [Zero(maker.zero.stage, pipelines=2, most=True) for maker in makers]
         self._fitting: dict[tuple[int, tuple[tuple[int, int], ...], Role], list[npt.NDArray[np.bool_]]] = {}
 
+    def prepare(self, covers: Sequence[Cover]) -> None:
+        """Work out what all covers need together."""
+        loads = {(one.kind, one.tp, one.own) for one in covers}
+        loads |= {(kind, one.tp, one.fewest[kind]) for one in covers for kind in one.others}
+        replicas = [self._replica(tp, kind, rows) for kind, tp, rows in sorted(loads)]
+        zeros = {id(maker): zero for maker, zero in zip(self._makers, self._zeros, strict=True)}
+        for replays, alike in _by_replays(self._makers):
+            replays.prepare(replicas, [zeros[id(maker)] for maker in alike])
+
+    def _replica(self, tp: int, kind: int, rows: int) -> Replica:
+        return Replica(kind, tp, rows, self._size, self._size)
+
     def of(self, cover: Cover, role: Role) -> FloatArray:
         """[micro-batches in flight, layers]."""
         own = self._by_maker(cover.tp, cover.kind, cover.own, role)
@@ -108,7 +136,7 @@ class _Replay:
 
     def _by_maker(self, tp: int, kind: int, rows: int, role: Role) -> list[FloatArray]:
         return [
-            maker.replays.of(kind, tp, rows, role, dp=self._size, micro_batch_size=self._size, zero=zero)
+            maker.replays.of(self._replica(tp, kind, rows), role, zero)
             for maker, zero in zip(self._makers, self._zeros, strict=True)
         ]
 
@@ -116,13 +144,13 @@ class _Replay:
 def _after(covers: Sequence[Cover], makers: Sequence[TableMaker]) -> tuple[FloatArray, ...]:
     """Bytes of gradients, seconds of the optimizer on the quickest kind, and bytes gathered, each under the kindest
     ZeRO stage: [role, cover, layers]. A cover has as many replicas as rows at most."""
-    cost, pool = makers[0].cost, makers[0].pool
+    cost, pool, figures = makers[0].cost, makers[0].pool, makers[0].figures
     streaming = min(
         cost.profile.streaming_seconds(device_type=kind.type, moved_bytes=1.0) for kind in pool.kinds
     )
     moved = update_bytes_per_value(cost.dtypes) * streaming
     values, reduced = (
-        np.array([[stage_values(cost, cover.tp, role, copies=copies) for cover in covers] for role in Role])
+        np.array([[figures.values(cover.tp, role, copies=copies) for cover in covers] for role in Role])
         for copies in (True, False)
     )
     wire = [min(m.zero.gradient_bytes_per_value(cost.dtypes, dp=c.size) for m in makers) for c in covers]

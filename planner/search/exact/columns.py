@@ -100,6 +100,51 @@ def least_periods(
     return index
 
 
+def first_periods(table: StageTable, box: Box, *, periods: FloatArray, max_stages: int) -> IntArray:
+    """Index of the first period at which S stages on any devices of the box hold the model: [S - 1]; the least of
+    `least_periods` over all devices, in less time."""
+    steps = box.steps(table)
+    counts = np.array(list(steps)).reshape(-1, len(box.size))
+    # [one, other]: one needs as many devices of each kind, and more of some.
+    dearer = (counts[:, None] >= counts).all(axis=2) & ~np.eye(len(steps), dtype=bool)
+    index = np.full(max_stages, len(periods), dtype=np.int64)
+    held: Layers | None = None
+    for position in range(1, max_stages + 1):
+        layers = _layers_by_step(
+            steps, table, Role.SINGLE if position == 1 else Role.FIRST, position, periods
+        )
+        if held is not None:
+            # Most layers on at most these devices.
+            corners = tuple((np.array(box.shape) - 1 - counts).T)
+            layers = np.maximum(layers + held[(slice(None), *corners)].T, np.int16(_NONE))
+        covered = (layers >= table.layers).any(axis=0)
+        if covered.any():
+            index[position - 1] = covered.argmax()
+        if position == max_stages:
+            break
+        behind = Role.LAST if position == 1 else Role.MIDDLE
+        layers = _layers_by_step(steps, table, behind, position, periods)
+        no_more = np.all(layers[:, None] <= layers, axis=2)
+        beaten: npt.NDArray[np.bool_] = np.any(dearer & no_more, axis=1)
+        useful = {step: steps[step] for step, no in zip(steps, beaten, strict=True) if not no}
+        held = _extend(useful, periods, table, behind, position, held, box)
+        if position == 1:
+            for axis in range(1, held.ndim):
+                np.maximum.accumulate(held, axis=axis, out=held)
+        if not (held >= 0).any():
+            break
+    return index
+
+
+def _layers_by_step(
+    steps: dict[Vector, list[int]], table: StageTable, role: Role, position: int, periods: FloatArray
+) -> Layers:
+    """`_layers_within` of the best choice of every step: [step, period]."""
+    caps = _layers_within(table, role, position, periods)
+    found: Layers = np.array([caps[choices].max(axis=0) for choices in steps.values()])
+    return found
+
+
 def _layers_within(table: StageTable, role: Role, position: int, periods: FloatArray) -> Layers:
     """Most layers that fit and whose seconds stay within each period: [choice, period]; negative for none."""
     assert table.layers < -_NONE, f"a model of {table.layers} layers"

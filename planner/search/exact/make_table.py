@@ -21,11 +21,60 @@ from planner.search.exact.surroundings import Surroundings
 from planner.search.exact.zero import Zero
 
 
+class StageFigures:
+    """Seconds and parameter values of stages by number of layers, each worked out once."""
+
+    def __init__(self, cost: StageCost) -> None:
+        self._cost = cost
+        self._layers = np.arange(cost.model.layers + 1, dtype=np.float64)
+        self._steps: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
+        self._values: dict[tuple[int, Role, bool], FloatArray] = {}
+
+    def steps(
+        self, tp: int, loads: Sequence[tuple[str, int]], role: Role, *, by_position: bool
+    ) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward seconds: the slowest replica's, each apart. `loads` are (device type, rows)."""
+        cut = by_position and cuts_positions(tp=tp, sequence_length=self._cost.sequence_length)
+        key = (tp, tuple(loads), role, cut)
+        if key not in self._steps:
+            lines = [self._line(tp, type_, rows, role, cut) for type_, rows in loads]
+            forward, backward = (np.maximum.reduce(line) for line in zip(*lines, strict=True))
+            self._steps[key] = forward, backward
+        return self._steps[key]
+
+    def _line(self, tp: int, type_: str, rows: int, role: Role, cut: bool) -> tuple[FloatArray, FloatArray]:
+        ends, one = (
+            self._cost.replica_step(
+                device_type=type_,
+                tp=tp,
+                rows=rows,
+                layers=count,
+                embedding=role.embedding,
+                head=role.head,
+                sequence_parallel=cut,
+            )
+            for count in (0, 1)
+        )
+        return (
+            ends.forward + self._layers * (one.forward - ends.forward),
+            ends.backward + self._layers * (one.backward - ends.backward),
+        )
+
+    def values(self, tp: int, role: Role, *, copies: bool = True) -> FloatArray:
+        """Parameter values of a device of a stage; those of which every TP rank has a copy if asked."""
+        key = (tp, role, copies)
+        if key not in self._values:
+            none, one = (_values(self._cost, tp, n, role, copies=copies) for n in (0, 1))
+            self._values[key] = none + self._layers * (one - none)
+        return self._values[key]
+
+
 @dataclass(frozen=True)
 class TableMaker:
     """Everything that the tables of one pool and ZeRO stage have in common."""
 
     cost: StageCost
+    figures: StageFigures
     pool: Pool
     surroundings: Surroundings
     replays: Replays
@@ -69,26 +118,8 @@ class TableMaker:
 
     def steps(self, choice: StageChoice, role: Role) -> tuple[FloatArray, FloatArray]:
         """Forward and backward seconds by number of layers: the slowest replica's, each apart."""
-        layers = np.arange(self.cost.model.layers + 1)
-        cut = self.by_position and cuts_positions(tp=choice.tp, sequence_length=self.cost.sequence_length)
-        forward = np.zeros(len(layers))
-        backward = np.zeros(len(layers))
-        for kind, rows in sorted(choice.loads):
-            ends, one = (
-                self.cost.replica_step(
-                    device_type=self.pool.kinds[kind].type,
-                    tp=choice.tp,
-                    rows=rows,
-                    layers=count,
-                    embedding=role.embedding,
-                    head=role.head,
-                    sequence_parallel=cut,
-                )
-                for count in (0, 1)
-            )
-            forward = np.maximum(forward, ends.forward + layers * (one.forward - ends.forward))
-            backward = np.maximum(backward, ends.backward + layers * (one.backward - ends.backward))
-        return forward, backward
+        loads = [(self.pool.kinds[kind].type, rows) for kind, rows in sorted(choice.loads)]
+        return self.figures.steps(choice.tp, loads, role, by_position=self.by_position)
 
     def scatter(self, choice: StageChoice, role: Role) -> FloatArray | float:
         """ZeRO-2: reducing and scattering a micro-batch's gradients inside the stage, by number of layers."""
@@ -97,7 +128,7 @@ class TableMaker:
             return 0.0
         wire = PRECISION_BYTES[self.cost.dtypes.wire]
         seconds = self.surroundings.replica_byte_seconds(choice)
-        return stage_values(self.cost, choice.tp, role) * (wire * seconds * (dp - 1) / dp)
+        return self.figures.values(choice.tp, role) * (wire * seconds * (dp - 1) / dp)
 
     def after(self, choice: StageChoice, role: Role) -> tuple[FloatArray, ...]:
         """Bytes of gradients of a device that all pipelines reduce (and gather), and the other seconds after
@@ -108,28 +139,20 @@ class TableMaker:
             cost.profile.streaming_seconds(device_type=self.pool.kinds[kind].type, moved_bytes=1.0)
             for kind in set(choice.kinds)
         )
-        values = stage_values(cost, choice.tp, role)
+        values = self.figures.values(choice.tp, role)
         ways = self.replays.ways(choice.tp, dp, sum(choice.rows), role, zero)
         update = values * (update_bytes_per_value(cost.dtypes) * streaming / ways)
         gathered, own_gathered = zero.gathered_bytes_per_value(cost.dtypes)
         ring = values * (self.surroundings.replica_byte_seconds(choice) * 2 * (dp - 1) / dp)
         own = zero.own_bytes_per_value(cost.dtypes)
         # Copies are reduced by more holders, and some of these share a node: for bounds that may be quick.
-        reduced = stage_values(cost, choice.tp, role, copies=False) if zero.most else values
+        reduced = self.figures.values(choice.tp, role, copies=False) if zero.most else values
         return (
             reduced * zero.gradient_bytes_per_value(cost.dtypes, dp=dp),
             update + ring * own,
             reduced * gathered,
             update + ring * own_gathered,
         )
-
-
-def stage_values(cost: StageCost, tp: int, role: Role, *, copies: bool = True) -> FloatArray:
-    """Parameter values of a device of a stage, by number of layers; those of which every TP rank has a copy if
-    asked."""
-    none, one = (_values(cost, tp, n, role, copies=copies) for n in (0, 1))
-    found: FloatArray = none + np.arange(cost.model.layers + 1, dtype=np.float64) * (one - none)
-    return found
 
 
 def _values(cost: StageCost, tp: int, layers: int, role: Role, *, copies: bool) -> int:

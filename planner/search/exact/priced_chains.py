@@ -12,11 +12,14 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
+from planner.search.exact.envelope import undominated
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
 _CHUNK = 64
+# Of so few rows all sums of a convolution are worked out at once.
+_FEW_ROWS = 32
 # Stands for infinite where that is multiplied by none.
 _MUCH = 1e300
 # Cells that are done are left out once they are this share.
@@ -136,9 +139,15 @@ def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limit
     rate = table.micro_batch_size / paces
     layers = np.arange(1, table.layers + 1)
     best = np.full(len(paces), np.inf)
-    seconds = table.least[:, :, 1:].min(axis=0)
+    order = np.argsort(cost, kind="stable")
+    order = order[np.isfinite(cost[order])]
+    if not order.size:
+        return best
+    # What a cheaper choice beats is the least of no cell.
+    ranked = undominated(table.least_anywhere[order])
+    seconds = np.take_along_axis(table.least_anywhere[order], ranked, axis=0)
     fits = np.isfinite(seconds)
-    price = np.where(fits, cost[:, None] / layers, np.inf)
+    price = np.where(fits, cost[order][ranked] / layers, np.inf)
     each_layer = np.where(fits, seconds, 0.0) / layers
     for start in range(0, len(paces), _CHUNK):
         cells = slice(start, start + _CHUNK)
@@ -150,12 +159,21 @@ def least_layer(table: StageTable, cost: FloatArray, *, paces: FloatArray, limit
 
 def join(behind: FloatArray, ahead: FloatArray) -> FloatArray:
     """Min-plus convolution over the last axis, row by row."""
-    result = np.full_like(behind, np.inf)
-    size = behind.shape[1]
-    for count in np.flatnonzero(np.isfinite(ahead).any(axis=0)):
-        target = result[:, count:]
-        np.minimum(target, behind[:, : size - count] + ahead[:, count : count + 1], out=target)
-    return result
+    counts = np.flatnonzero(np.isfinite(ahead).any(axis=0))
+    rows, size = behind.shape
+    # Rows last, so that numpy's inner loops run over memory in order.
+    source, added = behind.T.copy(), ahead.T[counts, None].copy()
+    if rows <= _FEW_ROWS and counts.size:
+        padded = np.full((2 * size - 1, rows), np.inf)
+        padded[size - 1 :] = source
+        # [count, l]: what is behind at l - count layers.
+        places = size - 1 - counts[:, None] + np.arange(size)
+        return (padded[places] + added).min(axis=0).T
+    result = np.full_like(source, np.inf)
+    for count, line in zip(counts, added, strict=True):
+        target = result[count:]
+        np.minimum(target, source[: size - count] + line, out=target)
+    return result.T
 
 
 class _Weights:
@@ -167,7 +185,7 @@ class _Weights:
         self._rate = table.micro_batch_size / paces
         self._paces, self._limits = paces, limits
         # No cell has room for more layers than this.
-        within = (table.least <= limits.max(initial=0.0)).any(axis=(0, 1))
+        within = table.least_by_layers <= limits.max(initial=0.0)
         self.most = int(np.flatnonzero(within).max(initial=0))
         self._known: dict[tuple[Role, int], FloatArray] = {}
 

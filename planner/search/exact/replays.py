@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,25 @@ from planner.search.exact.zero import Zero
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+# Cells of tables that are worked out together: more would leave the processor's cache.
+_TOGETHER = 14_000
+
+
+class Replica(NamedTuple):
+    """One replica of `dp` of a stage for a micro-batch of `size` rows, of which it takes `rows`."""
+
+    kind: int
+    tp: int
+    rows: int
+    dp: int
+    size: int
+
+
+def replicas_of(choice: StageChoice) -> list[Replica]:
+    """Those of a stage that differ."""
+    dp, size = len(choice.rows), sum(choice.rows)
+    return [Replica(kind, choice.tp, rows, dp, size) for kind, rows in sorted(choice.loads)]
 
 
 class Replays:
@@ -47,46 +68,66 @@ class Replays:
         self._layers, self.max_stages, self._relaxed = layers, max_stages, relaxed
         self._by_position = by_position
         self._known: dict[tuple[str, StageLoad], FloatArray] = {}
+        self._asked: dict[tuple[Replica, Role, Zero, bool], FloatArray] = {}
         self._ways: dict[tuple[object, ...], float] = {}
 
     def of_choice(self, choice: StageChoice, role: Role, zero: Zero) -> FloatArray:
         """Of the replica that takes longest: [micro-batches in flight, layers]."""
-        dp, size = len(choice.rows), sum(choice.rows)
-        found: FloatArray = np.max(
-            [
-                self.of(kind, choice.tp, rows, role, dp=dp, micro_batch_size=size, zero=zero)
-                for kind, rows in sorted(choice.loads)
-            ],
-            axis=0,
-        )
-        return found
+        found = [self.of(replica, role, zero) for replica in replicas_of(choice)]
+        return np.maximum.reduce(found) if len(found) > 1 else found[0]
 
-    def of(
-        self, kind: int, tp: int, rows: int, role: Role, *, dp: int, micro_batch_size: int, zero: Zero
-    ) -> FloatArray:
-        """Of one replica of a stage of `dp`: [micro-batches in flight, layers]."""
+    def of(self, replica: Replica, role: Role, zero: Zero) -> FloatArray:
+        """[micro-batches in flight, layers]."""
+        asked = (replica, role, zero, self._by_position)
+        if asked not in self._asked:
+            key = self._key(replica, role, zero)
+            if key not in self._known:
+                self._work_out(key[0], [key[1]])
+            self._asked[asked] = self._known[key]
+        return self._asked[asked]
+
+    def prepare(self, replicas: Iterable[Replica], zeros: Sequence[Zero]) -> None:
+        """Work out many together, which takes less time than one after the other."""
+        together: dict[tuple[object, ...], dict[tuple[str, StageLoad], None]] = {}
+        for replica in dict.fromkeys(replicas):
+            for role in Role:
+                for zero in zeros:
+                    key = self._key(replica, role, zero)
+                    if key not in self._known:
+                        alike = (replica.kind, replica.tp, replica.rows, role)
+                        together.setdefault(alike, {})[key] = None
+        for keys in together.values():
+            loads = [load for _, load in keys]
+            type_ = next(iter(keys))[0]
+            most = 1 if loads[0].head else self.max_stages
+            step = max(1, _TOGETHER // ((most + 1) * (self._layers + 1)))
+            for start in range(0, len(loads), step):
+                self._work_out(type_, loads[start : start + step])
+
+    def cut_by_position(self) -> Replays:
+        """The same where activations are cut by position; what does not differ is worked out once."""
+        other = copy(self)
+        other._by_position = True
+        return other
+
+    def _key(self, replica: Replica, role: Role, zero: Zero) -> tuple[str, StageLoad]:
+        tp, dp = replica.tp, replica.dp
         # Without replicas to share gradients with, ZeRO-2 is ZeRO-1.
         stage = 1 if zero.stage == 2 and dp == 1 else zero.stage
         load = StageLoad(
             tp,
-            rows,
+            replica.rows,
             self._layers,
             role.embedding,
             role.head,
             1,
             zero_stage=stage,
-            zero_ways=self.ways(tp, dp, micro_batch_size, role, zero),
+            zero_ways=self.ways(tp, dp, replica.size, role, zero),
             dp=dp if stage == 2 else 1,
             sequence_parallel=self._by_position
             and cuts_positions(tp=tp, sequence_length=self._memory.sequence_length),
         )
-        key = (self._pool.kinds[kind].type, load)
-        if key not in self._known:
-            self._known[key] = self._of(*key)
-            if role is Role.MIDDLE:
-                # The only role without an end of the model, so that no other has this load.
-                self._known[key][:, 0] = np.inf
-        return self._known[key]
+        return self._pool.kinds[replica.kind].type, load
 
     def ways(self, tp: int, dp: int, micro_batch_size: int, role: Role, zero: Zero) -> float:
         """Over how many devices such a stage's optimizer state is shared."""
@@ -96,20 +137,24 @@ class Replays:
             self._ways[key] = zero.ways(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
         return self._ways[key]
 
-    def _of(self, type_: str, load: StageLoad) -> FloatArray:
-        """A single or last stage has one micro-batch in flight, and no other position."""
-        most = 1 if load.head else self.max_stages
-        found = np.full((self.max_stages + 1, self._layers + 1), np.inf)
-        found[: most + 1] = self._table(type_, load, most)
-        return found
+    def _work_out(self, type_: str, loads: Sequence[StageLoad]) -> None:
+        """Of loads of one role that differ in nothing but ZeRO. A single or last stage has one micro-batch in flight,
+        and no other position."""
+        most = 1 if loads[0].head else self.max_stages
+        found = np.full((len(loads), self.max_stages + 1, self._layers + 1), np.inf)
+        found[:, : most + 1] = self._tables(type_, loads, most)
+        if not loads[0].head and not loads[0].embedding:
+            # A stage in the middle holds layers, having no end of the model.
+            found[:, :, 0] = np.inf
+        self._known.update(zip(((type_, load) for load in loads), found, strict=True))
 
-    def _table(self, type_: str, load: StageLoad, most_in_flight: int) -> FloatArray:
+    def _tables(self, type_: str, loads: Sequence[StageLoad], most_in_flight: int) -> FloatArray:
         if self._recompute is not None:
-            return self._recompute.seconds_table(
-                type_, load, most_in_flight=most_in_flight, relaxed=self._relaxed
+            return self._recompute.seconds_tables(
+                type_, loads, most_in_flight=most_in_flight, relaxed=self._relaxed
             )
-        most = self._most_layers(type_, load, most_in_flight)
-        return np.where(np.arange(self._layers + 1) <= most[:, None], 0.0, np.inf)
+        most = np.array([self._most_layers(type_, load, most_in_flight) for load in loads])
+        return np.where(np.arange(self._layers + 1) <= most[..., None], 0.0, np.inf)
 
     def _most_layers(self, type_: str, load: StageLoad, most_in_flight: int) -> IntArray:
         """By micro-batches in flight; -1 where nothing fits."""

@@ -17,7 +17,7 @@ from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.exact.choices import stage_choices
-from planner.search.exact.make_table import TableMaker
+from planner.search.exact.make_table import StageFigures, TableMaker
 from planner.search.exact.plans import Assembler, iteration_seconds
 from planner.search.exact.pool import Pool, pools
 from planner.search.exact.prices import (
@@ -32,7 +32,7 @@ from planner.search.exact.prices import (
 )
 from planner.search.exact.proposals import BEYOND, MANY_DEVICES, Proposal, add_sets
 from planner.search.exact.refine import Candidate, Refiner
-from planner.search.exact.replays import Replays
+from planner.search.exact.replays import Replays, replicas_of
 from planner.search.exact.settle import Settler
 from planner.search.exact.stage_table import FloatArray, StageTable
 from planner.search.exact.surroundings import Expected
@@ -106,6 +106,7 @@ class ExactSolver:
         sizes = micro_batch_sizes or default_micro_batch_sizes(len(request.cluster.devices))
         self.sizes = [size for size in sizes if size <= request.global_batch_size]
         self.cost = StageCost.of_request(request, profile=self.profile)
+        self.figures = StageFigures(self.cost)
         self.memory = MemoryModel.of_request(request)
         self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
         self._chains, self._chains_of = ChainPool(), Pool(())
@@ -249,10 +250,15 @@ class ExactSolver:
     ) -> Iterator[StageTable]:
         """The usable tables, by micro-batch size."""
         zero = Zero(zero_stage, self.request.zero_scope, min(sharing, self._budget(pool, sharing).pipelines))
-        maker = TableMaker(self.cost, pool, self._expected(pool), replays, zero)
-        for size in self.sizes:
+        maker = TableMaker(self.cost, self.figures, pool, self._expected(pool), replays, zero)
+        by_size = {
+            size: list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
+            for size in self.sizes
+        }
+        every = [one for choices in by_size.values() for choice in choices for one in replicas_of(choice)]
+        replays.prepare(every, [zero])
+        for size, choices in by_size.items():
             self.tick()
-            choices = list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
             table = maker.table(choices, micro_batch_size=size)
             if table.usable:
                 yield table
@@ -267,9 +273,7 @@ class ExactSolver:
             return replace(budget, pipelines=min(budget.pipelines, sharing))
         return budget
 
-    def replays(
-        self, pool: Pool, *, max_stages: int, relaxed: bool = False, by_position: bool = False
-    ) -> Replays:
+    def replays(self, pool: Pool, *, max_stages: int, relaxed: bool = False) -> Replays:
         """What the stages of pipelines with up to so many stages recompute."""
         layers = self.request.model.layers
         return Replays(
@@ -279,7 +283,6 @@ class ExactSolver:
             layers=layers,
             max_stages=max_stages,
             relaxed=relaxed,
-            by_position=by_position,
         )
 
     def _propose(self, proposal: Proposal, *, every: bool, goal: float) -> None:

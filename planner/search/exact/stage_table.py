@@ -81,6 +81,23 @@ class StageTable:
         return total
 
     @cached_property
+    def least_anywhere(self) -> FloatArray:
+        """`least` in the role that takes least, for 1 layer and more: [c, l - 1]."""
+        found: FloatArray = self.least[:, :, 1:].min(axis=0)
+        return found
+
+    @cached_property
+    def least_by_layers(self) -> FloatArray:
+        """`least` in any role of any choice: [l]."""
+        found: FloatArray = self.least.min(axis=(0, 1), initial=np.inf)
+        return found
+
+    @cached_property
+    def most_after(self) -> tuple[FloatArray, FloatArray]:
+        """The largest `after` and `tail` by role."""
+        return self.after.max(axis=(1, 2), initial=0.0), self.tail.max(axis=(1, 2), initial=0.0)
+
+    @cached_property
     def least_period(self) -> float:
         """Of any stage; infinite if none fits."""
         return float(self.least.min(initial=np.inf))

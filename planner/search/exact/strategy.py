@@ -104,15 +104,21 @@ def bound_seconds(
     request = solver.request
     least = Least(request.cluster, pool, solver.cost.row_bytes, solver.cost.profile.least_all_reduce_rate())
     most_stages = min(request.model.layers + 2, pool.devices)
-    ways = [
-        (cut, solver.replays(pool, max_stages=most_stages, relaxed=True, by_position=cut))
-        for cut in ((False, True) if request.sequence_parallel else (False,))
-    ]
+    replays = solver.replays(pool, max_stages=most_stages, relaxed=True)
+    ways = [(False, replays)]
+    if request.sequence_parallel:
+        ways.append((True, replays.cut_by_position()))
 
     def tables(pipelines: int) -> list[StageTable]:
         makers = [
             TableMaker(
-                solver.cost, pool, least, replays, Zero(stage, request.zero_scope, pipelines, most=True), cut
+                solver.cost,
+                solver.figures,
+                pool,
+                least,
+                replays,
+                Zero(stage, request.zero_scope, pipelines, most=True),
+                cut,
             )
             for stage in solver.zero_stages()
             for cut, replays in ways

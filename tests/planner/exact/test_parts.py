@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from planner.search.exact.bound_cells import Cells, least_values
+from planner.search.exact.bound_cells import Cells, Group, cut_together, least_values
 from planner.search.exact.chains import make_chain
-from planner.search.exact.columns import Box, fullest_chain, least_periods
+from planner.search.exact.columns import Box, first_periods, fullest_chain, least_periods
 from planner.search.exact.envelope import undominated
 from planner.search.exact.knapsack import Knapsack
 from planner.search.exact.linear_program import linear_program
-from planner.search.exact.priced_chains import PricedChains, least_seconds
+from planner.search.exact.priced_chains import PricedChains, join, least_seconds
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.sequences import least_sum
 from planner.search.exact.stage_table import StageTable, with_in_flight, without_dominated
@@ -122,6 +122,32 @@ def test_cells_bound_every_chain_in_them(seed: int, in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_groups_are_cut_together_as_each_alone(seed: int) -> None:
+    table = random_table(seed)
+    low, high = np.array([0.5, 1.0, 2.0, 4.0]), np.array([1.0, 2.0, 4.0, 9.0])
+    cells = Cells(low, high, np.zeros(4), np.full(4, np.inf))
+    ranking = Ranking(table, table.cost(PRICES))
+
+    def group_of(stages: tuple[int, int]) -> Group:
+        values = least_values(table, ranking, cells, stages=stages)
+        return Group(table, ranking, stages, cells, values, np.inf, 1e-9)
+
+    def groups() -> list[Group]:
+        return [group_of(stages) for stages in ((1, 1), (2, 3), (3, 3))]
+
+    cuts = [np.array(which) for which in ([True, False, True, True], [False, True, True, False], [True] * 4)]
+    together, alone = groups(), groups()
+    cut_together(list(zip(together, cuts, strict=True)), 8.0)
+    for group, which in zip(alone, cuts, strict=True):
+        group.cut(which, 8.0)
+    for one, other, which in zip(together, alone, cuts, strict=True):
+        assert len(one.cells) == 4 + which.sum()
+        assert np.array_equal(one.values, other.values)
+        assert np.array_equal(one.paying, other.paying)
+        assert np.array_equal(one.cells.low, other.cells.low)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("counts", [(2, 2), (3, 2), (1, 4)])
 def test_columns_hold_the_model_from_the_least_period_on(seed: int, counts: tuple[int, int]) -> None:
     table, box = random_table(seed), Box(counts, 1)
@@ -143,6 +169,28 @@ def test_columns_hold_the_model_from_the_least_period_on(seed: int, counts: tupl
             assert specs is not None
             assert counts_of(table, tuple(specs)) == counts
             assert sum(layers for _, layers in specs) >= table.layers
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("counts", [(2, 2), (3, 2), (1, 4)])
+def test_the_first_periods_are_the_least_over_all_devices(seed: int, counts: tuple[int, int]) -> None:
+    table, box = random_table(seed), Box(counts, 1)
+    periods = np.geomspace(0.5, 12, 40)
+    index = least_periods(table, box, periods=periods, max_stages=3)
+    first = first_periods(table, box, periods=periods, max_stages=3)
+    assert first.tolist() == index.reshape(3, -1).min(axis=1).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 60])
+def test_a_join_is_the_least_over_all_splits(rows: int) -> None:
+    random = np.random.default_rng(rows)
+    behind, ahead = (np.where(x < 0.2, np.inf, x) for x in random.random((2, rows, 9)))
+    found = join(behind, ahead)
+    for row in range(rows):
+        for layers in range(9):
+            sums = [behind[row, layers - taken] + ahead[row, taken] for taken in range(layers + 1)]
+            assert found[row, layers] == min(sums)
+    assert np.isinf(join(behind, np.full_like(ahead, np.inf))).all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
