@@ -142,8 +142,10 @@ def _probabilities(sizes: ActivationSizes) -> list[Value]:
             Value("probabilities", sizes.width * sizes.square, "softmax", read_by, saved=not dropout)
         )
     if dropout:
-        mask_and_result = (1 + sizes.width) * sizes.square
-        found.append(Value("attention dropout", mask_and_result, "attention_dropout", ("context",)))
+        found += [
+            Value("attention mask", sizes.square, "attention_dropout"),
+            Value("kept probabilities", sizes.width * sizes.square, "attention_dropout", ("context",)),
+        ]
     return found
 
 
@@ -156,7 +158,8 @@ def _inner(sizes: ActivationSizes) -> list[Value]:
     # The activated gate and its product with the other half are both factors of a product.
     return [
         Value("gate and up", 2 * sizes.ffn, "mlp_gate_up", ("activation",)),
-        Value("activated gate and product", 2 * sizes.ffn, "activation", ("mlp_down",)),
+        Value("activated gate", sizes.ffn, "activation"),
+        Value("gated", sizes.ffn, "activation", ("mlp_down",)),
     ]
 
 
@@ -239,10 +242,22 @@ def _attention_live_bytes(sizes: ActivationSizes) -> float:
     return sizes.part + max(weighted_sum, squares - sizes.heads) - freed
 
 
-def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float, arriving: float = 0.0) -> float:
-    """Most that the head holds beyond what it keeps: in the loss, or in the projection's backward.
+def norm_live_bytes(sizes: ActivationSizes) -> float:
+    """What a norm's backward holds beside what it keeps and the gradient that comes in."""
+    if sizes.model.family == "gpt3":
+        return sizes.part
+    # RMSNorm's works in fp32: the normed input, the scaled gradient and their product, and its sum by token; and the
+    # weight's gradient.
+    return 3 * 4 / sizes.width * sizes.part + sizes.statistics + 4 * sizes.model.hidden_size
 
-    `weight_gradient` is that of the projection's table; `arriving` comes in when it is done, if replicas share it.
+
+def head_live_bytes(
+    sizes: ActivationSizes, *, weight_gradient: float, arriving: float = 0.0, waiting: float = 0.0
+) -> float:
+    """Most that the head holds beyond what it keeps: in the loss, in the projection's backward or in the norm's.
+
+    `weight_gradient` is that of the projection's table; `arriving` comes in when it is done, if replicas share it;
+    `waiting` is what of it is still there in the norm's backward.
     """
     if sizes.tp == 1:
         # torch's cross-entropy: gradients by log-probability and by logit, both fp32.
@@ -254,5 +269,7 @@ def head_live_bytes(sizes: ActivationSizes, *, weight_gradient: float, arriving:
     if sizes.sequence_parallel:
         # The input is gathered again, and its gradient scattered: a copy of each.
         projection += sizes.hidden + sizes.part
+    # The kept probabilities are freed, and the norm's result lies where its gradient does.
+    norm = norm_live_bytes(sizes) + waiting - 4 * sizes.logits
     # The logits' gradient is freed when other replicas' gradients of the table come in.
-    return max(loss, projection, projection + arriving - sizes.width * sizes.logits)
+    return max(loss, projection, projection + arriving - sizes.width * sizes.logits, norm)

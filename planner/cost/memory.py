@@ -12,6 +12,7 @@ from planner.collectives import SCATTER_SEGMENT, SEGMENT
 from planner.cost import activations
 from planner.cost.activations import ActivationSizes
 from planner.cost.held import HeldValues, held_values
+from planner.cost.layer_backward import LayerBackward
 from planner.cost.layer_flow import OperatorSet, Recompute, Segment, kept_bytes, segments
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes
@@ -85,13 +86,13 @@ class MemoryModel:
     def tensor_bytes(self, load: StageLoad) -> int:
         """Peak of all live tensors: the state, and the larger of the training step and the optimizer's."""
         sizes = self.rows_bytes(load.tp, load.rows, load.sequence_parallel)
-        kept = [(segment.layers, sizes.layer_kept(segment.operators)) for segment in load.segments]
+        layers_kept = revived = 0.0
+        for segment in reversed(load.segments):
+            # When a layer runs backward, those behind it are freed.
+            revived = max(revived, sizes.layer_revived(segment.operators) - layers_kept)
+            layers_kept += segment.layers * sizes.layer_kept(segment.operators)
         bases = self.step_bases(load)
-        peak = bases.peak(
-            in_flight=load.in_flight,
-            layers_kept=sum(layers * bytes_ for layers, bytes_ in kept),
-            given_up=sizes.layer_saved - kept[-1][1] if kept else 0.0,
-        )
+        peak = bases.peak(in_flight=load.in_flight, layers_kept=layers_kept, revived=revived)
         return int(peak * self.memory_scale)
 
     def step_bases(self, load: StageLoad) -> StepBases:
@@ -119,7 +120,7 @@ class MemoryModel:
         # Under ZeRO-2 a region's gradient is scattered as soon as it is there.
         arriving = self._scatter_bytes(load, held.largest_end_shard)
         if load.head:
-            head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width, arriving)
+            head = sizes.head_saved + sizes.head_live(held.largest_end_shard * width, arriving, tied)
         if load.embedding:
             # The table's gradient is made when the oldest micro-batch's layers are freed; its sum with that of the
             # head is a third of the size, when what came out of the layers is freed too.
@@ -271,19 +272,18 @@ class StepBases:
     head: float | None
     embedding: float | None
 
-    def peak(self, *, in_flight: int, layers_kept: float, given_up: float) -> float:
+    def peak(self, *, in_flight: int, layers_kept: float, revived: float) -> float:
         """The most that is alive at once.
 
         Args:
             in_flight: micro-batches.
             layers_kept: what all layers keep of one micro-batch.
-            given_up: what the last layer does not keep for being recomputed: alive again in its backward.
-                (Earlier layers run when those behind have let go of more than that.)
+            revived: what a layer's backward needs more for being recomputed: what it gave up, alive again.
         """
         around = in_flight * (layers_kept + self.in_flight) + self.messages
         phases = [around]
         if self.layer is not None:
-            phases.append(around + given_up + self.layer)
+            phases.append(around + revived + self.layer)
         if self.head is not None:
             phases.append(around + self.head)
         if self.embedding is not None:
@@ -299,7 +299,9 @@ class RowBytes:
         self.hidden, self.part = sizes.hidden, sizes.part
         self.values = activations.layer_values(sizes)
         self.layer_saved = activations.layer_saved_bytes(sizes)
+        self._backward = LayerBackward(sizes)
         self._kept: dict[OperatorSet, float] = {}
+        self._revived: dict[OperatorSet, float] = {}
         self._live: dict[float, float] = {}
         self.embedding_saved = activations.embedding_saved_bytes(sizes)
         self.head_saved = activations.head_saved_bytes(sizes)
@@ -310,6 +312,16 @@ class RowBytes:
             self._kept[operators] = kept_bytes(self.values, operators)
         return self._kept[operators]
 
+    def layer_revived(self, operators: OperatorSet) -> float:
+        """What the backward of such a layer needs beyond what it keeps and beyond `layer_live`: all that it gave up
+        is alive again, and running it again may take more than backward does."""
+        if operators not in self._revived:
+            kept = self.layer_kept(operators)
+            live = self._backward.most(frozenset()) - self.layer_saved if operators else 0.0
+            replay = self._backward.most_in_replay(operators) - kept - live
+            self._revived[operators] = max(self.layer_saved - kept, replay)
+        return self._revived[operators]
+
     def layer_live(self, largest_gradient: float) -> float:
         if largest_gradient not in self._live:
             self._live[largest_gradient] = activations.layer_live_bytes(
@@ -317,8 +329,10 @@ class RowBytes:
             )
         return self._live[largest_gradient]
 
-    def head_live(self, weight_gradient: float, arriving: float = 0.0) -> float:
-        return activations.head_live_bytes(self._sizes, weight_gradient=weight_gradient, arriving=arriving)
+    def head_live(self, weight_gradient: float, arriving: float, waiting: float) -> float:
+        return activations.head_live_bytes(
+            self._sizes, weight_gradient=weight_gradient, arriving=arriving, waiting=waiting
+        )
 
 
 def _with_layers(load: StageLoad, layers: int) -> StageLoad:

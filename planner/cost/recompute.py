@@ -16,7 +16,7 @@ import numpy.typing as npt
 from planner.catalogue import DeviceType
 from planner.cost.ladder import Rung, ladder
 from planner.cost.layer_flow import Recompute, recompute_of
-from planner.cost.memory import MemoryModel, StageLoad, most_tensor_bytes
+from planner.cost.memory import MemoryModel, RowBytes, StageLoad, most_tensor_bytes
 from planner.cost.stages import StageCost
 from planner.operators import GATHERING_OPERATORS, SUMMED_OPERATORS, layer_operators
 
@@ -108,11 +108,15 @@ class RecomputeModel:
         """`seconds_table` of loads that differ in nothing but ZeRO: [load, in_flight, layers]."""
         load = loads[0]
         rungs = self._ladder_of(device_type, load)
-        saved = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel).layer_saved
+        sizes = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel)
+        saved = sizes.layer_saved
         device = self._cost.device_types[device_type]
         around = [self._around_of(one, most_in_flight) for one in loads]
         room = _Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
-        table = _relaxed(room, rungs, saved) if relaxed else _whole(room, rungs, saved)
+        if relaxed:
+            table = _relaxed(room, rungs, saved)
+        else:
+            table = _whole(room, rungs, [_revived(sizes, rung) for rung in rungs], saved)
         table[:, 0] = np.inf
         return table
 
@@ -126,11 +130,13 @@ class RecomputeModel:
         return self._around[key]
 
     def _climb(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
-        """The first place on a ladder where all fit: memory only falls on the way up."""
+        """The first place on a ladder where all fit."""
         layers = loads[0][1].layers
         low, high = 0, (len(rungs) - 1) * layers
         if not self._fits(loads, recompute_on(rungs, layers, high)):
             return None
+        if not self._only_falls(rungs, loads):
+            low, high = self._first_stretch(rungs, loads)
         while low < high:
             middle = (low + high) // 2
             if self._fits(loads, recompute_on(rungs, layers, middle)):
@@ -153,6 +159,27 @@ class RecomputeModel:
             ),
         )
 
+    def _only_falls(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> bool:
+        """Whether memory only falls on the way up: no rung's operators need more to run again than they give up."""
+        rows = (self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel) for _, load in loads)
+        return all(
+            _revived(sizes, rung) <= sizes.layer_saved - sizes.layer_kept(frozenset(rung.operators))
+            for sizes in rows
+            for rung in rungs
+        )
+
+    def _first_stretch(
+        self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]
+    ) -> tuple[int, int]:
+        """Places, the second of which fits, of the first stretch where any does: a rung that all layers stand on, or
+        all mixtures of two. Inside of one memory falls. The highest rung fits."""
+        layers = loads[0][1].layers
+        for rung in range(len(rungs)):
+            for first, last in ((rung * layers,) * 2, (rung * layers + 1, (rung + 1) * layers - 1)):
+                if first <= last and self._fits(loads, recompute_on(rungs, layers, last)):
+                    return first, last
+        raise AssertionError("the highest rung fits")
+
     def _fits(self, loads: Sequence[tuple[str, StageLoad]], recompute: Recompute) -> bool:
         types = self._cost.device_types
         return all(
@@ -169,6 +196,10 @@ def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
     if further:
         counts = dict.fromkeys(rungs[rung + 1].operators, further) | counts
     return recompute_of(counts)
+
+
+def _revived(sizes: RowBytes, rung: Rung) -> float:
+    return sizes.layer_revived(frozenset(rung.operators))
 
 
 class _Around:
@@ -192,8 +223,8 @@ class _Around:
 class _Room:
     """Bytes that the layers of a stage may keep of one micro-batch, by load, micro-batches in flight and layers.
 
-    `ends` is what head and embedding leave them; `layer` what a layer's backward leaves, if the last layer
-    gives up nothing that is alive again then. -inf where nothing fits.
+    `ends` is what head and embedding leave them; `layer` what a layer's backward leaves, if nothing that the last
+    layer gives up is alive again then. -inf where nothing fits.
     """
 
     def __init__(
@@ -224,9 +255,9 @@ class _Room:
             most = np.where(others < 0, -np.inf, others / np.maximum(self.in_flight - 1, _NONE))
             self.ends = np.minimum(self.ends, most)
 
-    def kept(self, given_up: float) -> FloatArray:
-        """What all layers may keep together when the last gives up so many bytes."""
-        return np.minimum(self.ends, self.layer - given_up / self.once)
+    def kept(self, revived: float) -> FloatArray:
+        """What all layers may keep together when the last one's backward needs so many bytes more for recomputing."""
+        return np.minimum(self.ends, self.layer - revived / self.once)
 
 
 def _state_by_layers(memory: MemoryModel, load: StageLoad) -> tuple[FloatArray, FloatArray]:
@@ -263,23 +294,25 @@ def _by_layers(known: list[float], layers: int) -> FloatArray:
 _NONE = 1e-30
 
 
-def _whole(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
-    """Some layers on a rung, the others on the one below."""
+def _whole(room: _Room, rungs: Sequence[Rung], revived: Sequence[float], saved: float) -> FloatArray:
+    """Some layers on a rung, the others on the one below. `revived` are what the rungs' backward needs more."""
     layers, top = room.layers, rungs[-1].saved_bytes
     allowed = room.kept(0.0)
     table = np.where(layers * saved <= allowed, 0.0, np.inf)
     # What does not fit on the highest rung fits on none; a hair more, so that rounding leaves none out.
-    fits = layers * (saved - top) * (1 - 1e-9) <= room.kept(top) * (1 + 1e-9)
+    fits = layers * (saved - top) * (1 - 1e-9) <= room.kept(revived[-1]) * (1 + 1e-9)
     open_ = np.flatnonzero(np.isinf(table) & fits)
-    for below, rung in pairwise(rungs):
+    for (below, rung), needs in zip(pairwise(rungs), revived[1:], strict=True):
         if not open_.size:
             break
         count = layers[open_ % len(layers)]
         kept_below, kept = saved - below.saved_bytes, saved - rung.saved_bytes
         needed = (count * kept_below - allowed.ravel()[open_]) / (kept_below - kept)
-        steps = np.clip(np.ceil(needed), 1, count)
-        allowed = room.kept(rung.saved_bytes)
-        reached = count * kept <= allowed.ravel()[open_]
+        # Not all layers: the last one's backward is that of the rung below.
+        mixed = np.ceil(needed) < count
+        steps = np.where(mixed, np.maximum(np.ceil(needed), 1), count)
+        allowed = room.kept(needs)
+        reached = mixed | (count * kept <= allowed.ravel()[open_])
         seconds = steps * rung.seconds + (count - steps) * below.seconds
         table.ravel()[open_[reached]] = seconds[reached]
         open_ = open_[~reached]

@@ -169,6 +169,19 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "recomputed and cut": lambda: _cut(
         _llama(**DROPPED), "bf16", recompute=[whole_layers(_llama(), 2), _paper(2)]
     ),
+    # Backward has the gradient of softmax in fp32 when that runs again, in fp32 too.
+    "softmax recomputed, dropout": lambda: _plan(
+        _llama(**LONG, **DROPPED),
+        [(1, 1, 4)],
+        micro_batch_size=2,
+        micro_batches=2,
+        precision="bf16",
+        recompute=[{"softmax": 4}],
+    ),
+    # The final norm's backward is in fp32, and the most that the head holds.
+    "a small vocabulary, cut": lambda: _one_stage(
+        _llama(hidden_size=128, ffn_hidden_size=512, tied_embedding=True, **LONG, **DROPPED), 2, "bf16"
+    ),
     # The table's gradient as an embedding, that as a head, and their sum.
     "one table is both ends": lambda: _one_stage(_gpt3(**(SHORT | TABLE)), 1, "fp32"),
     "one table is both ends, cut": lambda: _one_stage(_llama(**(SHORT | TABLE)), 2, "bf16"),

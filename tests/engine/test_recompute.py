@@ -14,6 +14,7 @@ from actors.engine.model.layer import Layer, causal_mask, make_layer
 from actors.engine.model.recompute import Recording
 from actors.engine.model.rotary import rotation_table
 from planner.cost.activations import ActivationSizes, layer_values
+from planner.cost.layer_backward import LayerBackward
 from planner.cost.layer_flow import kept_bytes, replayed_operators
 from planner.model_spec import ModelSpec
 from planner.operators import layer_operators
@@ -65,12 +66,13 @@ def _inputs(
     """With `documents`, each row is two of unlike lengths."""
     dtype, cpu = DTYPES[precision], torch.device("cpu")
     generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(ROWS, LENGTH, model.hidden_size, generator=generator).to(dtype).requires_grad_()
-    constants: dict[str, object] = {"mask": causal_mask(LENGTH, dtype=dtype, device=cpu)}
-    starts = [[0] * first + [first] * (LENGTH - first) for first in (5, 17)]
+    length = model.max_sequence_length
+    hidden = torch.randn(ROWS, length, model.hidden_size, generator=generator).to(dtype).requires_grad_()
+    constants: dict[str, object] = {"mask": causal_mask(length, dtype=dtype, device=cpu)}
+    starts = [[0] * first + [first] * (length - first) for first in (5, 17)]
     constants["documents"] = torch.tensor(starts, dtype=torch.int32) if documents else None
     if model.family == "llama":
-        constants["rotation"] = rotation_table(model, LENGTH, device=cpu)
+        constants["rotation"] = rotation_table(model, length, device=cpu)
     return hidden, constants | {"draws": Draws(seed=3, iteration=4, first_sample=5)}
 
 
@@ -120,6 +122,40 @@ def test_a_layer_keeps_the_bytes_of_the_planner(name: str, precision: Precision,
         # torch keeps a LayerNorm's mean and deviation as narrow as its input, on a CPU.
         narrower = 2 * sizes.statistics / 2 if (model.family, precision) == ("gpt3", "bf16") else 0.0
         assert expected - narrower <= kept <= expected, sorted(operators)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [8, pytest.param(96, marks=pytest.mark.slow)])
+def test_a_layers_backward_holds_the_bytes_of_the_planner(
+    name: str, precision: Precision, length: int
+) -> None:
+    """Whatever is replayed, and whether weights or scores are the most. The gradient that comes in is not counted."""
+    model = MODELS[name].model_copy(update={"max_sequence_length": length})
+    sizes = ActivationSizes(model, Dtypes(param=precision), tp=1, rows=ROWS, sequence_length=length)
+    backward = LayerBackward(sizes)
+    for operators in (frozenset[str](), *_sets(model)):
+        layer = _layer(model, precision, operators)
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(_let_go_of_gradient)
+        hidden, constants = _inputs(model, precision)
+        live = LiveTensors()
+        for tensor in _there_before(layer, hidden, constants):
+            live.add(tensor)
+        before = live.live_bytes - hidden.untyped_storage().nbytes()
+        with live.watching():
+            output = layer(hidden, constants)
+            edge, gradient = torch.autograd.graph.get_gradient_edge(output), torch.ones_like(output)
+            del output
+            live.peak_bytes = live.live_bytes
+            torch.autograd.backward(edge, gradient)
+        peak = live.peak_bytes - before - gradient.untyped_storage().nbytes()
+        assert peak <= backward.most(operators) <= 1.05 * peak, sorted(operators)
+
+
+def _let_go_of_gradient(parameter: torch.Tensor) -> None:
+    """As the engine does once it is in the buffer."""
+    parameter.grad = None
 
 
 def _there_before(layer: Layer, hidden: torch.Tensor, constants: dict[str, object]) -> Iterator[torch.Tensor]:
