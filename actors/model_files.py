@@ -1,7 +1,7 @@
 """What belongs to a model beside its weights: Hugging Face's config.json and the tokenizer's files.
 
-A run keeps those of the folder that it started from in `hugging-face/`, so that what is exported from it has them,
-whatever has become of that folder since.
+A run keeps those of the folder that it started from in `hugging-face/`, with the tokenizer that made its tokens, so
+that what is exported from it has them, whatever has become of that folder since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actors.checkpoints import is_checkpoint_folder
 from planner.errors import UserError
 
 KEPT_FOLDER = "hugging-face"
-CONFIG = "config.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -64,6 +64,26 @@ def copy_files(files: Iterable[Path], target: Path) -> None:
     for file in files:
         target.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / file.name)
+
+
+def copy_tokenizer(named: Path, target: Path) -> None:
+    """Make a tokenizer that of a folder: `named` is its tokenizer.json, under whatever name, or the folder of that.
+
+    Files that stand beside a tokenizer.json come along; those of another tokenizer in `target` go. Files of the very
+    same one stay as they are: they may be more than stand beside `named`.
+    """
+    folder = named if named.is_dir() else named.parent
+    file = folder / TOKENIZER if named.is_dir() else named
+    kept = target / TOKENIZER
+    if kept.is_file() and kept.read_bytes() == file.read_bytes():
+        return
+    for other in tokenizer_files(target):
+        other.unlink()
+    if file.name == TOKENIZER:
+        copy_files(tokenizer_files(folder), target)
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, kept)
 
 
 def _folder_of(weights: Path) -> Path:

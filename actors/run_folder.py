@@ -15,7 +15,8 @@ import yaml
 
 from actors.data_settings import with_paths
 from actors.job import Job
-from actors.model_files import KEPT_FOLDER, copy_files, model_files
+from actors.model_files import KEPT_FOLDER, copy_files, copy_tokenizer, model_files
+from actors.text.prepared import tokenizer_of
 from planner.errors import UserError
 from planner.plan import Plan
 
@@ -33,8 +34,8 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 class RunFolder:
     """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
-    `failure.txt` if the run failed, `checkpoints` if the job saves any, and `hugging-face` if the weights that it
-    started from came with a tokenizer or a config.json."""
+    `failure.txt` if the run failed, `checkpoints` if the job saves any, and `hugging-face` if there is a tokenizer of
+    its text, or the weights that it started from came with one or with a config.json."""
 
     def __init__(self, path: Path, *, taken: bool = False) -> None:
         """`taken`: what is in the folder belongs to the run, or may go."""
@@ -121,9 +122,12 @@ class RunFolder:
         self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))
 
     def keep_model_files(self, job: Job) -> None:
-        """Copy what the weights that the run starts from came with, but for the weights themselves."""
+        """Copy what the weights that the run starts from came with, but for the weights themselves; and the tokenizer
+        that made the run's tokens, in place of theirs."""
         if (weights := job.weights_path()) is not None:
             copy_files(model_files(weights), self.path / KEPT_FOLDER)
+        if (made_by := tokenizer_of(job.texts())) is not None:
+            copy_tokenizer(made_by, self.path / KEPT_FOLDER)
 
     def write_plan(self, plan: Plan) -> None:
         self._write("plan.json", plan.model_dump_json(indent=1) + "\n")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from actors.data_settings import BYTE, TextSource
 from actors.engine.tokens import TokenFile
+from actors.model_files import TOKENIZER, copy_tokenizer
 from actors.text.prepare import Progress, make_tokens
 from actors.text.tokenizer import load_tokenizer
 from planner.errors import UserError, read_yaml
@@ -21,10 +22,13 @@ PREPARED = "prepared.json"
 def write_prepared(
     source: TextSource, folder: Path, *, processes: int, say: Callable[[str], None], progress: Progress
 ) -> TokenFile:
-    """Make a text's tokens in a folder, going on from the whole parts that lie there. PREPARED is written last."""
+    """Make a text's tokens in a folder, going on from the whole parts that lie there; the tokenizer's files come along.
+    PREPARED is written last."""
     for left in (*folder.glob(".*.tokens.*"), *folder.glob(".*.ends.*")):
         left.unlink()
     made = make_tokens(source, cache_dir=folder, processes=processes, say=say, progress=progress)
+    if made.tokenizer not in (BYTE, "none"):
+        copy_tokenizer(Path(source.tokenizer), folder)
     partial = folder / f".{PREPARED}"
     partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
     os.replace(partial, folder / PREPARED)
@@ -51,6 +55,19 @@ def open_prepared(folder: Path) -> TokenFile | None:
                     f"data file {file} has {held} bytes and not {wanted}; delete it and run eth data prepare again"
                 )
     return tokens
+
+
+def tokenizer_of(texts: Iterable[TextSource]) -> Path | None:
+    """What made or makes the tokens of a job's texts: the tokenizer.json (or its folder) that the job names, or the
+    one that a prepared folder keeps; None for bytes, and for ids that came as they are."""
+    for text in texts:
+        if text.tokenizer != BYTE:
+            return Path(text.tokenizer)
+        if isinstance(text.path, Path) and (text.path / PREPARED).is_file():
+            kept = text.path / TOKENIZER
+            if kept.is_file():
+                return kept
+    return None
 
 
 def prepared_of(source: TextSource) -> TokenFile | None:

@@ -21,11 +21,11 @@ def export(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="folder whose tokenizer files are copied along [default: those of the run's own start]"
+            help="folder whose tokenizer files are copied along [default: those the run was trained with]"
         ),
     ] = None,
 ) -> None:
-    """Write config.json, safetensors files and the tokenizer that the run started from, as `transformers` loads them.
+    """Write config.json, safetensors files and the run's tokenizer, as `transformers` loads them.
 
     One file's worth of weights is in memory at a time.
     """

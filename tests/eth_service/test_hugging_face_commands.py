@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from actors.checkpoints import MANIFEST
 from actors.job import read_job
 from actors.run_folder import RunFolder
 from eth_service.cli import main
+from tests.actors.test_tokenizers import TEXT, trained_tokenizer
 
 TOKENIZER = {
     "tokenizer.json": b"{ a tokenizer }",
@@ -110,6 +112,39 @@ def test_a_run_keeps_what_its_weights_came_with(
     assert code == 0, err
     names = {path.name for path in (tmp_path / "again").iterdir()}
     assert names == {"vocab.txt", "config.json", "generation_config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["named by the job", "kept by prepared data"])
+def test_the_tokenizer_that_made_the_tokens_is_exported(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: bool
+) -> None:
+    """In place of that of the weights that the run started from, and whatever has become of its file."""
+    tokenizer, text = trained_tokenizer(tmp_path / "other.json", vocabulary=300), tmp_path / "text.txt"
+    content = tokenizer.read_bytes()
+    text.write_text(TEXT)
+    data = {"path": str(text), "tokenizer": str(tokenizer)}
+    if prepared:
+        options = ("--output", tmp_path / "tokens", "--tokenizer", tokenizer, "--processes", 1)
+        assert eth(capsys, "data", "prepare", text, *options)[0] == 0
+        data = {"path": str(tmp_path / "tokens")}
+    assert eth(capsys, "import", llama, "--output", tmp_path / "ours")[0] == 0
+    job_file = tmp_path / "ours" / "job.yaml"
+    job_file.write_text(yaml.safe_dump(yaml.safe_load(job_file.read_text()) | {"data": data}))
+    if prepared:
+        tokenizer.unlink()
+    job = read_job(job_file)
+    run = RunFolder.check(tmp_path / "run", overwrite=False)
+    run.create()
+    run.write_job(job)
+    run.keep_model_files(job)
+    run.close()
+    run.weights.write_bytes((tmp_path / "ours" / "weights.safetensors").read_bytes())
+    code, _, err = eth(capsys, "export", run.path, "--output", tmp_path / "back")
+    assert code == 0, err
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == content
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert names == {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [8, 9]
 
 
 def test_what_cannot_be_imported_is_said(
