@@ -28,7 +28,7 @@ from planner.model_spec import ModelSpec
 from planner.parameters import model_parameters
 from planner.plan import Plan
 from tests.engine import reference
-from tests.engine.law_plans import LLAMA, MODEL, plan_of
+from tests.engine.law_plans import LLAMA, MODEL, by_position, plan_of, whole_layers, with_recompute
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import Part, held_parameters, make_trainer, training_of, write_tokens
 
@@ -125,6 +125,41 @@ def test_any_plan_evaluates_as_one_process_and_trains_as_without(
     plan: Plan = plan_of(
         *UNLIKE, model=model, samples=[4, 3], dtypes={"param": precision}, zero_stage=zero_stage
     )
+    assert_evaluates_as_one_process(rank_pool, plan, tokens, tolerance=tolerance)
+
+
+CUT: list[Any] = [[(2, 1, 2), (2, 1, 2)], [(1, 1, 4)]]
+# Stages cut by position hold a part of each sample, those that recompute have nothing to replay it for.
+OTHERWISE: dict[str, Plan] = {
+    "by position, everything recomputed": with_recompute(
+        by_position(plan_of(*CUT, model=LLAMA, samples=[4, 3])), *[whole_layers(LLAMA, n) for n in (2, 2, 4)]
+    ),
+    "by position, dropout": by_position(plan_of(*CUT, model=DROPPED, samples=[4, 3])),
+    "replicas of cut stages, some operators recomputed, ZeRO-2": with_recompute(
+        by_position(plan_of([(2, 2, 2), (2, 1, 2)], model=DROPPED, samples=[7], zero_stage=2)),
+        {"softmax": 2, "attention_dropout": 1, "mlp_norm": 2},
+        {"attention_norm": 1, "activation": 2, "mlp_residual": 1},
+    ),
+    "everything recomputed, unlike pipelines": with_recompute(
+        plan_of(*UNLIKE, model=DROPPED, samples=[4, 3]), *[whole_layers(DROPPED, n) for n in (2, 2, 4)]
+    ),
+}
+QUICK = "by position, everything recomputed"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in OTHERWISE]
+)
+def test_stages_cut_by_position_and_recomputed_ones_evaluate_as_one_process(
+    rank_pool: RankPool, tokens: Path, name: str
+) -> None:
+    assert_evaluates_as_one_process(rank_pool, OTHERWISE[name], tokens, tolerance=1e-6)
+
+
+def assert_evaluates_as_one_process(
+    rank_pool: RankPool, plan: Plan, tokens: Path, *, tolerance: float
+) -> None:
+    """The loss is one process's, of the same samples and labels; training goes on as without any evaluation."""
     config = config_of(plan, tokens, steps=3, every=2)
     outcomes: list[Outcome] = rank_pool.run(evaluate_and_train, config, world_size=plan.world_size)
     loss, counted = expected_loss(plan, tokens)
@@ -157,7 +192,11 @@ def test_two_plans_agree_after_training(rank_pool: RankPool, tokens: Path) -> No
     found = []
     for plan in (
         plan_of(*UNLIKE, model=DROPPED, samples=[4, 3]),
-        plan_of([(1, 1, 3), (1, 1, 1)], model=DROPPED, samples=[7]),
+        with_recompute(
+            by_position(plan_of([(1, 1, 1), (2, 1, 3)], model=DROPPED, samples=[7])),
+            whole_layers(DROPPED, 1),
+            {"softmax": 3, "attention_norm": 2},
+        ),
     ):
         config = config_of(plan, tokens, steps=4, every=2)
         found.append(validations(rank_pool.run(evaluate_and_train, config, world_size=plan.world_size)[0]))
