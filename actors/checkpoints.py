@@ -70,7 +70,7 @@ class Manifest(Contract):
     """What a checkpoint is of, and the sums of its files. `plan` is the one that wrote it, in a line.
 
     `loss` is that of the iteration's own batch, `validation_loss` of the held-out samples under just these parameters;
-    None where it was not finite, or they were not evaluated.
+    None where it was not finite, or they were not evaluated, which `evaluated` tells apart.
     """
 
     version: Literal[1] = 1
@@ -81,6 +81,7 @@ class Manifest(Contract):
     plan: str
     loss: float | None = None
     validation_loss: float | None = None
+    evaluated: bool = False
     written: str = Field(description="local time, ISO 8601")
     torch: str
     files: dict[str, FileSum] = Field(default_factory=dict)
@@ -103,10 +104,13 @@ class Checkpoint:
 
     @property
     def metric(self) -> tuple[str, float] | None:
-        """By what the best is chosen, the lower the better: `validation_loss`, or `loss` where there is none; None if
-        neither is finite."""
+        """By what the best is chosen, the lower the better: `validation_loss`, or `loss` where there was no evaluation;
+        None if that is not finite."""
         if self.manifest.validation_loss is not None:
             return "validation_loss", self.manifest.validation_loss
+        if self.manifest.evaluated:
+            # A model whose validation loss is no number is none of the best, however well it did on its own batch.
+            return None
         return None if self.manifest.loss is None else ("loss", self.manifest.loss)
 
 
@@ -169,6 +173,21 @@ def checkpoint_path(folder: Place, iteration: int) -> Place:
 def checkpoints(folder: StoragePath) -> list[Checkpoint]:
     """The whole checkpoints of a folder, oldest first; empty if there is no such folder."""
     return [Checkpoint(path, read_manifest(path)) for path in _folders(folder) if (path / MANIFEST).exists()]
+
+
+def readable(folder: StoragePath) -> tuple[list[Checkpoint], list[str]]:
+    """As `checkpoints`, but those whose manifest cannot be read do not stand in the way: why, a line each."""
+    found: list[Checkpoint] = []
+    broken: list[str] = []
+    for path in _folders(folder):
+        try:
+            if (path / MANIFEST).exists():
+                found.append(Checkpoint(path, read_manifest(path)))
+        except OSError as error:
+            broken.append(str(unusable(path, error)))
+        except UserError as error:
+            broken.append(f"{error}; delete it (eth checkpoint delete {path})")
+    return found, broken
 
 
 def incomplete(folder: StoragePath) -> list[StoragePath]:

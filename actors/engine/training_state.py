@@ -71,6 +71,7 @@ class TrainingState:
             plan=plan_line(self._plan),
             loss=_finite(loss),
             validation_loss=None if validation_loss is None else _finite(validation_loss),
+            evaluated=validation_loss is not None,
             written=datetime.now().astimezone().isoformat(timespec="seconds"),
             torch=torch.__version__,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +33,8 @@ def list_(
     """Show a run's checkpoints, the newest last."""
     from actors.checkpoints import incomplete
 
-    found = _found(folder)
+    found, broken = _found(folder)
+    _tell(broken)
     first = _best_of(found)
     for checkpoint in found:
         manifest = checkpoint.manifest
@@ -66,7 +68,8 @@ def list_(
 def show(folder: Folder) -> None:
     """Print all that a checkpoint says of itself, as JSON; of several the newest. Its metric is what the best is chosen
     by."""
-    found = _found(folder)
+    found, broken = _found(folder)
+    _tell(broken)
     newest = found[-1]
     name, value = newest.metric or (None, None)
     told = newest.manifest.model_dump(mode="json")
@@ -79,8 +82,10 @@ def verify(folder: Folder) -> None:
     """Compare every byte with the sums that were written. Exit code 1 if one is not as it was."""
     from actors.checkpoints import problems
 
-    bad = 0
-    for checkpoint in _found(folder):
+    found, broken = _found(folder)
+    _tell(broken)
+    bad = len(broken)
+    for checkpoint in found:
         told = list(problems(checkpoint))
         bad += bool(told)
         for line in told:
@@ -117,9 +122,10 @@ def delete(checkpoint: Annotated[str, typer.Argument(help="one checkpoint, a fol
     print(f"deleted {checkpoint}")
 
 
-def _found(named: str) -> list[Checkpoint]:
-    """The checkpoints that a folder or a run means; UserError if there are none."""
-    from actors.checkpoints import MANIFEST, Checkpoint, checkpoints, read_manifest
+def _found(named: str) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints that a folder or a run means, and what is wrong with those that cannot be read. UserError if none
+    can."""
+    from actors.checkpoints import MANIFEST, Checkpoint, read_manifest, readable
     from actors.storage import unusable
 
     folder = _place(named)
@@ -127,26 +133,35 @@ def _found(named: str) -> list[Checkpoint]:
         raise UserError(f"{folder} is not a folder; name a run folder or a checkpoint")
     try:
         if (folder / MANIFEST).exists():
-            return [Checkpoint(folder, read_manifest(folder))]
+            return [Checkpoint(folder, read_manifest(folder))], []
     except OSError as error:
         raise unusable(folder, error) from None
-    found = checkpoints(_of_run(folder)) or checkpoints(folder)
+    found, broken = readable(_of_run(folder))
+    if not found and not broken:
+        found, broken = readable(folder)
     if not found:
         raise UserError(
-            f"{folder} holds no whole checkpoint; runs save them where the job says checkpoint.every"
+            broken[0]
+            if broken
+            else f"{folder} holds no whole checkpoint; runs save them where the job says checkpoint.every"
         )
-    return found
+    return found, broken
+
+
+def _tell(broken: Sequence[str]) -> None:
+    for line in broken:
+        print(f"eth: {line}", file=sys.stderr)
 
 
 def _best_of(found: Sequence[Checkpoint]) -> int | None:
     """The iteration of the best checkpoint; where one alone was named, of all that lie beside it."""
-    from actors.checkpoints import best, checkpoints
+    from actors.checkpoints import best, readable
 
     if len(found) == 1:
         path = found[0].path
         beside = (path.resolve() if isinstance(path, Path) else path).parent
         # One that was copied elsewhere under another name stands alone.
-        found = checkpoints(beside) or found
+        found = readable(beside)[0] or found
     return next((checkpoint.iteration for checkpoint in best(found)), None)
 
 

@@ -14,6 +14,8 @@ from planner.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from actors.checkpoints import Checkpoint
+
 app = typer.Typer(name="runs", help="List, show and compare run folders.", no_args_is_help=True)
 
 PlotOption = Annotated[
@@ -42,7 +44,7 @@ class RunLine:
     validation_perplexity: float | None
     iteration_seconds: float | None
     samples_per_second: float | None
-    checkpoints: int
+    checkpoints: int | None
 
 
 @app.command("list")
@@ -57,7 +59,7 @@ def list_(
     found.sort(key=lambda path: (path / "job.yaml").stat().st_mtime)
     if not found:
         raise UserError(f"{folder} holds no run folder; eth train makes them")
-    _print([_line(path) for path in found], as_json=json_)
+    _print([_line(path, _kept(path)) for path in found], as_json=json_)
 
 
 @app.command()
@@ -67,11 +69,11 @@ def show(
     plot: PlotOption = None,
 ) -> None:
     """Show one run: its end, its plan, its losses on the way, its checkpoints."""
-    from actors.checkpoints import checkpoints
     from actors.plan_table import plan_table
 
-    line = _checked(run)
-    kept = checkpoints(run / "checkpoints")
+    _check_run(run)
+    found = _kept(run)
+    line, kept = _line(run, found), found or []
     _plot([run], [line], plot)
     if json_:
         print(json.dumps({**asdict(line), "checkpoints": [str(checkpoint.path) for checkpoint in kept]}))
@@ -104,7 +106,9 @@ def compare(
     """Show runs side by side, with their losses at the same iterations."""
     if len(runs) < 2:
         raise UserError("eth runs compare needs two run folders or more; name another")
-    lines = [_checked(run) for run in runs]
+    for run in runs:
+        _check_run(run)
+    lines = [_line(run, _kept(run)) for run in runs]
     _plot(runs, lines, plot)
     losses = [{row["iteration"]: row["loss"] for row in _rows(run)} for run in runs]
     common = sorted(set.intersection(*(set(loss) for loss in losses)))
@@ -144,14 +148,12 @@ def _is_run(path: Path) -> bool:
     return (path / "job.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
 
-def _checked(run: Path) -> RunLine:
+def _check_run(run: Path) -> None:
     if not _is_run(run):
         raise UserError(f"{run} is not a run folder: it holds no job.yaml and metrics.jsonl; name another")
-    return _line(run)
 
 
-def _line(run: Path) -> RunLine:
-    from actors.checkpoints import checkpoints
+def _line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
     from actors.job import read_job
     from eth_service.run_files import read_summary
     from planner.plan import read_plan
@@ -175,8 +177,25 @@ def _line(run: Path) -> RunLine:
         validation_perplexity=validation.get("perplexity"),
         iteration_seconds=summary.get("iteration_seconds"),
         samples_per_second=summary.get("samples_per_second"),
-        checkpoints=len(checkpoints(run / "checkpoints")),
+        checkpoints=None if kept is None else len(kept),
     )
+
+
+def _kept(run: Path) -> list[Checkpoint] | None:
+    """A run's whole checkpoints, where its job has them; None, and a line that says why, if they cannot be looked at:
+    other storage may be out of reach."""
+    from actors.checkpoints import readable
+    from actors.job import read_job
+    from eth_service.commands.common import tell
+
+    try:
+        found, broken = readable(read_job(run / "job.yaml").checkpoint_folder(run))
+    except UserError as error:
+        tell(str(error))
+        return None
+    for line in broken:
+        tell(line)
+    return found
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:
@@ -236,6 +255,6 @@ def _table(lines: list[RunLine]) -> Table:
             "" if line.first_loss is None else f"{_number(line.first_loss)} -> {_number(line.loss)}",
             "" if line.validation_loss is None else _number(line.validation_loss),
             "" if seconds is None else format_seconds(seconds),
-            str(line.checkpoints),
+            "unknown" if line.checkpoints is None else str(line.checkpoints),
         )
     return table

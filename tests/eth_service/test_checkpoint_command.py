@@ -44,7 +44,12 @@ def read(path: StoragePath) -> bytes:
 
 
 def make_checkpoint(
-    folder: Place, iteration: int, *, loss: float | None = 1.5, validation_loss: float | None = None
+    folder: Place,
+    iteration: int,
+    *,
+    loss: float | None = 1.5,
+    validation_loss: float | None = None,
+    evaluated: bool = False,
 ) -> Place:
     """A whole checkpoint of two files."""
     path = checkpoint_path(folder, iteration)
@@ -60,6 +65,7 @@ def make_checkpoint(
         plan="2 x A100: tp2 dp1, ZeRO-0",
         loss=loss,
         validation_loss=validation_loss,
+        evaluated=evaluated,
         written="2026-01-01T00:00:00+00:00",
         torch="2",
         files={name: file_sum(path / name) for name in names},
@@ -154,6 +160,32 @@ def test_the_best_are_those_of_the_lowest_validation_loss(tmp_path: Path) -> Non
     found = checkpoints(tmp_path)
     assert [one.iteration for one in best(found, 9)] == [4, 3, 5, 2, 1]
     assert best(found, 0) == []
+
+
+def test_a_validation_loss_that_is_no_number_is_none_of_the_best(tmp_path: Path) -> None:
+    for iteration, loss, validation_loss in ((1, 0.25, None), (2, 2.0, 2.5), (3, 1.0, 3.0)):
+        make_checkpoint(tmp_path, iteration, loss=loss, validation_loss=validation_loss, evaluated=True)
+    assert [one.iteration for one in best(checkpoints(tmp_path), 9)] == [2, 3]
+    prune(tmp_path, keep=1, keep_best=2)
+    assert [one.iteration for one in checkpoints(tmp_path)] == [2, 3]
+
+
+def test_one_that_cannot_be_read_is_told_and_does_not_stand_in_the_way(
+    run: StoragePath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints"
+    broken = make_checkpoint(folder, 15)
+    write(broken / "manifest.json", b'{"version": 1}')
+    code, out, err = eth(capsys, "show", checkpoint_path(folder, 20))
+    assert (code, err) == (0, "") and json.loads(out)["best"]
+    for command in ("show", "list"):
+        code, out, err = eth(capsys, command, run)
+        assert code == 0 and "step-00000015/manifest.json" in err and "step-00000015)" in err
+    assert "iteration 10" in out and "iteration 20" in out
+    code, out, err = eth(capsys, "verify", run)
+    assert code == 1 and out.count("is whole") == 2 and "step-00000015" in err
+    code, _, err = eth(capsys, "show", broken)
+    assert code == 2 and "manifest.json" in err
 
 
 def test_a_manifest_without_validation_loss_is_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
+from actors.storage import RemotePath
 from eth_service.cli import main
 from eth_service.run_plots import PlottedRun, run_figure
+from tests.eth_service.test_checkpoint_command import make_checkpoint
+from tests.object_storage import BUCKET, ObjectStorage
 
 
 def make_run(folder: Path, name: str, losses: list[float | None], *, ended: bool = True) -> Path:
@@ -65,6 +69,27 @@ def test_a_run_is_shown_with_losses_that_a_resumed_run_repeated_once(
         file.write(json.dumps({"iteration": 3, "loss": 2.25}) + "\n")
     code, out, _ = eth(capsys, "show", run)
     assert code == 0 and "iteration 3: loss 2.2500" in out and "2.4000" not in out
+
+
+def test_checkpoints_are_looked_for_where_the_job_has_them(
+    storage: ObjectStorage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far, lost = (make_run(tmp_path, name, [3.0, 2.0]) for name in ("near", "far", "lost"))
+    place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    for run, directory in ((far, place), (lost, "s3://none/folder")):
+        job = yaml.safe_load((run / "job.yaml").read_text())
+        job["checkpoint"] = {"every": 1, "directory": directory}
+        (run / "job.yaml").write_text(yaml.safe_dump(job))
+    make_checkpoint(near / "checkpoints", 1)
+    make_checkpoint(near / "checkpoints", 2)
+    saved = make_checkpoint(RemotePath(place), 2)
+    code, out, err = eth(capsys, "list", tmp_path, "--json")
+    found = {line["name"]: line["checkpoints"] for line in map(json.loads, out.splitlines())}
+    assert code == 0 and found == {"near": 2, "far": 1, "lost": None}
+    assert err.count("\n") == 1 and "s3://none/folder" in err
+    assert json.loads(eth(capsys, "show", far, "--json")[1])["checkpoints"] == [str(saved)]
+    code, out, err = eth(capsys, "show", lost)
+    assert code == 0 and "unknown" in out and err.count("cannot be used") == 1
 
 
 def test_runs_are_compared_where_both_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
