@@ -10,9 +10,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -32,6 +33,9 @@ from actors.summary import Observer, Silent, Summary, summarize
 from actors.worker import MakeTrainer, engine_trainer
 from planner.errors import UserError
 from planner.plan import Plan
+
+if TYPE_CHECKING:
+    from actors.engine.checkpoint import SavedCheckpoint
 
 # Iterations asked for ahead, so that workers never wait for the driver between two.
 _AHEAD = 2
@@ -121,6 +125,8 @@ class _Run:
         self._make_trainer = make_trainer
         self._rows: list[Row] = []
         self._plan: Plan | None = None
+        self._failed_saves = 0
+        self._unwritten: str | None = None
         self._began = time.monotonic()
 
     @property
@@ -164,6 +170,7 @@ class _Run:
             emulated=self._plan is not None and self._plan.cluster.emulated,
             wall_seconds=time.monotonic() - self._began,
             failure=None if failure is None else str(failure),
+            failed_saves=self._failed_saves,
         )
         if self._plan is not None:
             self._folder.write_summary(asdict(summary))
@@ -186,17 +193,27 @@ class _Run:
             row = measurements.row(reports)
             self._rows.append(row)
             self._done = iteration
-            self._folder.append_metrics(row)
+            self._tell_unwritten(self._folder.append_metrics(row))
             self._observer.iteration(row)
-            for saved in reports[0].saved:
-                self._observer.checkpoint(saved)
+            self._note_saves(reports[0].saved)
 
     def _finish_checkpoints(self, crew: Crew) -> None:
         """Wait for the last save, for which a disk may need long."""
         if self._saves.on:
             self._observer.status("saving the last checkpoint")
-            for saved in crew.finish_checkpoints(patience_seconds=_SAVE_PATIENCE_SECONDS):
-                self._observer.checkpoint(saved)
+            self._note_saves(crew.finish_checkpoints(patience_seconds=_SAVE_PATIENCE_SECONDS))
+
+    def _note_saves(self, saves: Iterable[SavedCheckpoint]) -> None:
+        for saved in saves:
+            self._tell_unwritten(self._folder.append_save(asdict(saved) | {"path": str(saved.path)}))
+            self._failed_saves += saved.error is not None
+            self._observer.checkpoint(saved)
+
+    def _tell_unwritten(self, why: str | None) -> None:
+        """Say once that the run folder takes no more rows; they are written when it does again."""
+        if why is not None and why != self._unwritten:
+            self._observer.status(f"{self._folder.path} cannot be written ({why}); what belongs there waits")
+        self._unwritten = why
 
     def _evaluation_rounds(self, plan: Plan, iteration: int) -> int:
         """1, and what an evaluation adds: it is run in rounds of a global batch, none longer than an iteration."""

@@ -157,6 +157,8 @@ def summary_lines(summary: Summary) -> list[str]:
     ]
     if summary.failure:
         lines.append(f"cause: {summary.failure}")
+    if summary.failed_saves:
+        lines.append(f"{summary.failed_saves} checkpoints could NOT be saved; saves.jsonl says why")
     if summary.emulated and summary.iterations:
         lines.append(_EMULATED)
     if summary.first_loss is not None and summary.last_loss is not None:

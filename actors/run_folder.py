@@ -15,6 +15,7 @@ import yaml
 
 from actors.data_settings import with_paths
 from actors.job import Job
+from actors.lines import JsonLines
 from actors.model_files import KEPT_FOLDER, copy_files, copy_tokenizer, model_files
 from actors.text.prepared import tokenizer_of
 from planner.errors import UserError
@@ -23,7 +24,8 @@ from planner.plan import Plan
 # What a run writes; --overwrite removes these and nothing else of the user's.
 SUMMARY, FAILURE = "summary.json", "failure.txt"
 CHECKPOINTS = "checkpoints"
-_FILES = ("job.yaml", "plan.json", "metrics.jsonl", "weights.safetensors", FAILURE, SUMMARY)
+SAVES = "saves.jsonl"
+_FILES = ("job.yaml", "plan.json", "metrics.jsonl", SAVES, "weights.safetensors", FAILURE, SUMMARY)
 
 
 def default_folder(job: Job, *, now: datetime | None = None) -> Path:
@@ -34,8 +36,8 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 class RunFolder:
     """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
-    `failure.txt` if the run failed, `checkpoints` if the job saves any, and `hugging-face` if there is a tokenizer of
-    its text, or the weights that it started from came with one or with a config.json."""
+    `failure.txt` if the run failed, `checkpoints` and `saves.jsonl` if the job saves any, and `hugging-face` if there
+    is a tokenizer of its text, or the weights that it started from came with one or with a config.json."""
 
     def __init__(self, path: Path, *, taken: bool = False) -> None:
         """`taken`: what is in the folder belongs to the run, or may go."""
@@ -43,6 +45,7 @@ class RunFolder:
         self._taken = taken
         self._held: int | None = None
         self.metrics = self.path / "metrics.jsonl"
+        self._rows, self._saves = JsonLines(self.metrics), JsonLines(self.path / SAVES)
         self.weights = self.path / "weights.safetensors"
 
     @classmethod
@@ -79,7 +82,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
             for name in _FILES:
-                if not (keep_metrics and name == self.metrics.name):
+                if not (keep_metrics and name in (self.metrics.name, SAVES)):
                     (self.path / name).unlink(missing_ok=True)
             if not keep_metrics:
                 shutil.rmtree(self.path / KEPT_FOLDER, ignore_errors=True)
@@ -132,10 +135,13 @@ class RunFolder:
     def write_plan(self, plan: Plan) -> None:
         self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """One line of JSON; whole lines only, so that a reader may follow the file while it grows."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    def append_metrics(self, row: Mapping[str, Any]) -> str | None:
+        """One line of JSON. None, or why it has to wait for the next: a disk that is full must not end training."""
+        return self._rows.append(row)
+
+    def append_save(self, row: Mapping[str, Any]) -> str | None:
+        """How a save of the state went, in the same way."""
+        return self._saves.append(row)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """The end of the run in figures."""

@@ -22,7 +22,8 @@ class Summary:
 
     `iteration_seconds`, `samples_per_second` and `late_step_share` are medians over the iterations without
     the first, which warms up; `finish_spread` is that of `metrics.finish_spread` over the same.
-    `validation_loss` and `validation_perplexity` are of the last evaluation.
+    `validation_loss` and `validation_perplexity` are of the last evaluation. `failed_saves` counts the checkpoints that
+    could not be saved.
     """
 
     state: str
@@ -42,6 +43,7 @@ class Summary:
     finish_spread: float | None = None
     late_step_share: float | None = None
     failure: str | None = None
+    failed_saves: int = 0
 
 
 class Observer(Protocol):
@@ -92,6 +94,7 @@ def summarize(
     emulated: bool,
     wall_seconds: float,
     failure: str | None,
+    failed_saves: int = 0,
 ) -> Summary:
     """The summary of a run from its rows of metrics."""
     common = {
@@ -103,6 +106,7 @@ def summarize(
         "emulated": emulated,
         "wall_seconds": wall_seconds,
         "failure": failure,
+        "failed_saves": failed_saves,
     }
     if not rows:
         return Summary(**common)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from planner.plan import Plan, read_plan
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"
 SUMMARY = "summary.json"
+SAVES = "saves.jsonl"
 
 _TAIL_BYTES = 1 << 16
 
@@ -69,6 +70,16 @@ class MetricsFile:
             self._offsets.pop()
         self._iterations.append(row["iteration"])
         self._offsets.append(self._end)
+
+
+def failed_saves(run: Path) -> list[dict[str, Any]]:
+    """What the saves of a run's state that failed say of themselves; a later one of the same iteration counts."""
+    try:
+        lines = (run / SAVES).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = {row.get("iteration"): row for line in lines if (row := _decode(line)) is not None}
+    return [row for row in rows.values() if row.get("error") is not None]
 
 
 def last_row(path: Path) -> dict[str, Any] | None:

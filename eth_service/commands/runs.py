@@ -70,13 +70,15 @@ def show(
 ) -> None:
     """Show one run: its end, its plan, its losses on the way, its checkpoints."""
     from actors.plan_table import plan_table
+    from eth_service.run_files import failed_saves
 
     _check_run(run)
     found = _kept(run)
     line, kept = _line(run, found), found or []
     _plot([run], [line], plot)
     if json_:
-        print(json.dumps({**asdict(line), "checkpoints": [str(checkpoint.path) for checkpoint in kept]}))
+        paths = [str(checkpoint.path) for checkpoint in kept]
+        print(json.dumps({**asdict(line), "checkpoints": paths, "failed_saves": failed_saves(run)}))
         return
     from eth_service.commands.common import console
     from planner.plan import read_plan
@@ -91,6 +93,14 @@ def show(
         from actors.report import validation_figures
 
         out.print(validation_figures(line.validation_loss, line.validation_perplexity), highlight=False)
+    for saved in failed_saves(run):
+        out.print(
+            f"checkpoint after {saved['iteration']} could NOT be saved: {saved['error']}",
+            style="bold red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for checkpoint in kept:
         out.print(
             f"checkpoint after {checkpoint.iteration}: {checkpoint.path}", highlight=False, soft_wrap=True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -105,3 +108,42 @@ def test_the_written_job_names_the_sources_of_a_mixture_from_anywhere(tmp_path: 
     again = read_job(folder.path / "job.yaml")
     assert [text.path for text in again.texts()] == [tmp_path / "a.txt", tmp_path / "b.txt"]
     assert again.data.mixture is not None and [source.weight for source in again.data.mixture] == [2, 2]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes: writing fails in the middle, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_rows_that_a_full_disk_refuses_wait_for_the_next(tmp_path: Path) -> None:
+    folder = RunFolder.check(tmp_path / "run", overwrite=False)
+    folder.create()
+    assert folder.append_metrics({"iteration": 1}) is None
+    whole = folder.metrics.read_text()
+    with largest_file(len(whole) + 5):
+        for iteration in (2, 3):
+            assert folder.append_metrics({"iteration": iteration}) == "File too large"
+            # Whoever follows the file never sees a part of a row.
+            assert folder.metrics.read_text() == whole
+        assert folder.append_save({"iteration": 2, "error": "no space"}) is not None
+    assert folder.append_metrics({"iteration": 4}) is None
+    assert [json.loads(line)["iteration"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_keeps_what_is_told_of_earlier_saves(tmp_path: Path) -> None:
+    folder = RunFolder.check(tmp_path / "run", overwrite=False)
+    folder.create()
+    folder.append_save({"iteration": 1, "error": None})
+    folder.close()
+    resumed = RunFolder.check(tmp_path / "run", overwrite=False, resume=True)
+    resumed.create(keep_metrics=True)
+    assert (tmp_path / "run" / "saves.jsonl").exists()
+    resumed.close()
+    RunFolder.check(tmp_path / "run", overwrite=True).create()
+    assert not (tmp_path / "run" / "saves.jsonl").exists()
