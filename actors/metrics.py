@@ -50,6 +50,7 @@ class Measurements:
             "iteration_seconds": seconds,
             "predicted_iteration_seconds": plan.predicted.iteration_seconds if plan.predicted else None,
             "wall_seconds": wall,
+            "data_wait_seconds": max(report.data_wait_seconds for report in reports.values()) / self._scale,
             "samples_per_second": plan.global_batch_size / seconds,
             "tokens_per_second": plan.global_batch_size * plan.sequence_length / seconds,
             "pipelines": [self._pipeline(index, reports, seconds) for index in range(len(plan.pipelines))],
@@ -114,3 +115,14 @@ def finish_spread(rows: Sequence[Row]) -> float:
     by_pipeline = zip(*([p["end_seconds"] for p in row["pipelines"]] for row in rows), strict=True)
     ends = [median(seconds) for seconds in by_pipeline]
     return (max(ends) - min(ends)) / max(ends)
+
+
+def data_wait_share(rows: Sequence[Row]) -> float | None:
+    """The part of the rows' time for which, in each, the rank that waited longest stood still for its samples. Rows of
+    older runs do not tell: None if none does."""
+    told = [row for row in rows if "data_wait_seconds" in row]
+    if not told:
+        return None
+    return float(
+        sum(row["data_wait_seconds"] for row in told) / sum(row["iteration_seconds"] for row in told)
+    )

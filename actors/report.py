@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
 
-from actors.metrics import Row
+from actors.metrics import Row, data_wait_share
 from actors.plan_table import plan_table, saver_lines
 from actors.summary import Summary
 from planner.describe import describe
@@ -27,6 +27,8 @@ _EMULATED = (
 _LOG_COLUMNS = 130
 # Below this share late steps say nothing about the run.
 _LATE_SHARE = 0.02
+# Below this share the data is read fast enough.
+_WAIT_SHARE = 0.005
 
 
 class Console:
@@ -111,6 +113,8 @@ def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:
     ]
     if (share := row.get("late_step_share", 0.0)) > _LATE_SHARE:
         parts.append(f"host late in {share:.0%} of steps")
+    if (share := data_wait_share([row]) or 0.0) > _WAIT_SHARE:
+        parts.append(f"waited for data {share:.0%} of the time")
     if row.get("skipped"):
         parts.append(f"skipped (loss scale {row['loss_scale']:g})" if row["loss_scale"] != 1 else "skipped")
     if seconds_left is not None:
@@ -177,6 +181,8 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"pipelines finish within {summary.finish_spread:.1%} of each other")
     if summary.late_step_share:
         lines.append(f"the host was too slow for {summary.late_step_share:.1%} of the steps")
+    if summary.data_wait_share is not None and summary.data_wait_share > _WAIT_SHARE:
+        lines.append(f"ranks waited for data for {summary.data_wait_share:.1%} of the time")
     lines.append(f"run folder: {summary.folder} ({', '.join(summary.written) or 'nothing written'})")
     return lines
 

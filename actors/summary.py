@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from actors.metrics import Row, finish_spread
+from actors.metrics import Row, data_wait_share, finish_spread
 from actors.run_folder import SUMMARY, RunFolder
 from planner.plan import Plan
 
@@ -21,7 +21,8 @@ class Summary:
     """The end of a run. `state` is `succeeded`, `failed` or `stopped`; figures are None before iteration 1.
 
     `iteration_seconds`, `samples_per_second` and `late_step_share` are medians over the iterations without
-    the first, which warms up; `finish_spread` is that of `metrics.finish_spread` over the same.
+    the first, which warms up; `finish_spread` is that of `metrics.finish_spread` over the same, and
+    `data_wait_share` the part of their time for which the rank that waited longest stood still for its samples.
     `validation_loss` and `validation_perplexity` are of the last evaluation. `failed_saves` counts the checkpoints that
     could not be saved.
     """
@@ -42,6 +43,7 @@ class Summary:
     samples_per_second: float | None = None
     finish_spread: float | None = None
     late_step_share: float | None = None
+    data_wait_share: float | None = None
     failure: str | None = None
     failed_saves: int = 0
 
@@ -124,4 +126,5 @@ def summarize(
         samples_per_second=median(row["samples_per_second"] for row in steady),
         finish_spread=finish_spread(steady),
         late_step_share=median(row["late_step_share"] for row in steady) if emulated else None,
+        data_wait_share=data_wait_share(steady),
     )

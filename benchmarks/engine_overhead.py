@@ -6,7 +6,7 @@ thread is charged to the innermost wrapped function that is running. Operators a
 optimizer's step stands apart, being arithmetic that any training has. What is left is the engine's own, in parts:
 
 * schedule: 1F1B, its bookkeeping, the steps' times
-* batches: the samples of a micro-batch
+* batches: handing over the samples of a micro-batch, which a thread has read
 * layers: what lies between the operators of forward
 * gradients: hooks that put gradients into the buffer and launch collectives
 * messages: activations and their gradients, without the wait for them
@@ -37,13 +37,13 @@ from rank_processes import run_ranks
 from torch import nn
 
 from actors.engine import exchange
-from actors.engine.batches import ReplicaBatches
 from actors.engine.gradient_buffer import ParameterGradients
 from actors.engine.gradient_sync import GradientSync
 from actors.engine.model.layer import Gpt3Layer, LlamaLayer
 from actors.engine.model.norm import RmsNorm
 from actors.engine.model.stage import StageModel
 from actors.engine.optimizer import Optimizer
+from actors.engine.read_ahead import ReadAhead
 from actors.engine.stage_runner import StageRunner
 from actors.engine.trainer import MEASURED_ITERATIONS, Trainer, TrainerConfig
 from actors.job import Training
@@ -148,8 +148,8 @@ def instrument(ledger: Ledger) -> None:
     ledger.wrap(StageModel, "forward", "layers")
     ledger.wrap(torch.autograd, "backward", OPERATORS)
     ledger.wrap(StageRunner, "run", "schedule")
-    ledger.wrap(ReplicaBatches, "micro_batch", "batches")
-    ledger.wrap(ReplicaBatches, "draws", "batches")
+    for name in ("counted", "micro_batch", "documents", "draws"):
+        ledger.wrap(ReadAhead, name, "batches")
     ledger.wrap(GradientSync, "_arrived", "gradients")
     for name in ("post", "receive", "send", "finish"):
         ledger.wrap(exchange.Channel, name, "messages")

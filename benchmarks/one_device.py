@@ -60,7 +60,7 @@ def plain_loop(config: TrainerConfig) -> Callable[[int], float]:
         global_batch_size=plan.global_batch_size,
         seed=training.seed,
     )
-    batches = ReplicaBatches(plan=plan, place=plan.ranks[0], samples=samples, device=torch.device("cpu"))
+    batches = ReplicaBatches(plan=plan, place=plan.ranks[0], samples=samples)
     scale = 1.0 / (plan.global_batch_size * plan.sequence_length)
 
     def iterate(iteration: int) -> float:

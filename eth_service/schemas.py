@@ -138,6 +138,9 @@ class MetricsRow(BaseModel):
     iteration_seconds: float | None = Field(default=None, description="device seconds")
     predicted_iteration_seconds: float | None = None
     wall_seconds: float | None = None
+    data_wait_seconds: float | None = Field(
+        default=None, description="device seconds for which the rank that waited longest had no samples yet"
+    )
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     late_step_share: float | None = Field(

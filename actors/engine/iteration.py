@@ -20,7 +20,8 @@ class IterationReport:
     `loss` (mean over the global batch's counted tokens) and `gradient_norm` (before clipping) are the
     world's, the same on every rank. An iteration that was `skipped` updated nothing. `steps` counts
     forward, backward and optimizer steps of this iteration, `late_steps` those in which an emulated device's
-    host could not keep up. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
+    host could not keep up. `data_wait_seconds` are wall seconds for which the rank stood still because its samples were
+    not read yet. `peak_tensor_bytes` is the most so far; of an emulated device, in its own bytes.
     `events` count wall seconds from `start_time`. `saved` are the checkpoints that ended since the last report,
     told by rank 0. `validation` is there where the iteration was followed by an evaluation, which no other figure
     includes but for `peak_tensor_bytes`.
@@ -37,6 +38,7 @@ class IterationReport:
     steps: int
     late_steps: int
     peak_tensor_bytes: int
+    data_wait_seconds: float = 0.0
     skipped: bool = False
     loss_scale: float = 1.0
     events: tuple[Event, ...] = ()

@@ -1,7 +1,9 @@
-"""Tokens on disk, memory-mapped: what training reads, whatever format the text had."""
+"""Tokens on disk: what training reads, whatever format the text had."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +56,34 @@ class TokenHeader(Contract):
         return sum(part.documents for part in self.parts)
 
 
+class _OpenPart:
+    """A part's file, open. What is asked for is read and not mapped: the process keeps nothing of it, and a disk that
+    fails is an exception here, not the end of the process by a signal."""
+
+    def __init__(self, path: Path, part: Part) -> None:
+        self.tokens = part.tokens
+        self._path, self._offset, self._dtype = path, part.offset, np.dtype(part.dtype)
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Tokens [start, start + count)."""
+        first, size = self._offset + start * self._dtype.itemsize, count * self._dtype.itemsize
+        content = b""
+        while len(content) < size:
+            try:
+                more = os.pread(self._file, size - len(content), first + len(content))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            if not more:
+                raise UserError(
+                    f"data file {self._path} ends before its token {start + count - 1} of {self.tokens}: it was cut"
+                    " short while it was trained on; put it back whole, and go on with --resume"
+                )
+            content += more
+        return np.frombuffer(content, dtype=self._dtype)
+
+
 @dataclass(frozen=True)
 class TokenFile:
     """Tokens behind a header (`NAME.json`), or a bare file of little-endian 16-bit tokens (`NAME.tokens`).
@@ -89,7 +119,7 @@ class TokenFile:
     @property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens: memory-mapped if they lie in one part, else a copy."""
-        parts = self._parts
+        parts = self._mapped
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @cached_property
@@ -122,16 +152,17 @@ class TokenFile:
         return self._packed[sequence_length]
 
     def read(self, starts: Indices, length: int) -> Indices:
-        """Tokens [start, start + length) for each start, int64 `[starts, length]`; all of them must be there."""
-        if len(self._parts) == 1:
-            return self._parts[0][starts[:, None] + np.arange(length)].astype(np.int64)
+        """Tokens [start, start + length) for each start, int64 `[starts, length]`; the text must have all of them.
+
+        UserError, OSError: a file was cut short, or cannot be read; both name it.
+        """
         made = np.empty((len(starts), length), dtype=np.int64)
         firsts = np.searchsorted(self._bounds, starts, side="right") - 1
         for row, start, index in zip(made, starts.tolist(), firsts.tolist(), strict=True):
             filled = 0
             while filled < length:
-                within = start + filled - int(self._bounds[index])
-                taken = self._parts[index][within : within + length - filled]
+                part, within = self._opened[index], start + filled - int(self._bounds[index])
+                taken = part.read(within, min(length - filled, part.tokens - within))
                 row[filled : filled + len(taken)] = taken
                 filled, index = filled + len(taken), index + 1
         return made
@@ -141,7 +172,11 @@ class TokenFile:
         return {}
 
     @cached_property
-    def _parts(self) -> list[npt.NDArray[Any]]:
+    def _opened(self) -> list[_OpenPart]:
+        return [_OpenPart(self.path.parent / part.path, part) for part in self.header.parts]
+
+    @property
+    def _mapped(self) -> list[npt.NDArray[Any]]:
         return [
             np.memmap(
                 self.path.parent / part.path,

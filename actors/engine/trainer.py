@@ -27,6 +27,7 @@ from actors.engine.loss_scale import LossScale
 from actors.engine.mixture import Tokens, open_tokens
 from actors.engine.model.stage import ParameterHandle, StageModel, build_stage
 from actors.engine.process_groups import ProcessGroups
+from actors.engine.read_ahead import ReadAhead
 from actors.engine.stage_runner import StageRunner
 from actors.engine.support import check_supported
 from actors.engine.tokens import NOTHING_HELD_OUT, HeldOut
@@ -162,6 +163,7 @@ class Trainer:
                 )
             return replace(report, saved=self._state.poll())
         except BaseException:
+            self._batches.close()
             self._update.close()
             self._groups.abort()
             raise
@@ -184,7 +186,7 @@ class Trainer:
     def _run_iteration(self, iteration: int) -> IterationReport:
         self._iterations += 1
         steps, late_steps = self._device.steps, self._device.late_steps
-        start = time.monotonic()
+        waited, start = self._batches.waited_seconds, time.monotonic()
         measured = self._iterations <= MEASURED_ITERATIONS
         with self._device.measuring() if measured else contextlib.nullcontext():
             gradients = self.compute_gradients(iteration)
@@ -206,6 +208,7 @@ class Trainer:
             steps=self._device.steps - steps,
             late_steps=self._device.late_steps - late_steps,
             peak_tensor_bytes=self._device.peak_tensor_bytes(),
+            data_wait_seconds=self._batches.waited_seconds - waited,
             skipped=not update,
             loss_scale=gradients.loss_scale,
             events=tuple(events_of(self._place, gradients, start=start, update=update_start, end=end)),
@@ -283,6 +286,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process groups. Peers that still wait for this rank get an error."""
+        self._batches.close()
         self._state.finish()
         self._update.close()
         self._groups.close()
@@ -365,7 +369,7 @@ def _build_model(
     return model, handles
 
 
-def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: Device) -> ReplicaBatches:
+def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: Device) -> ReadAhead:
     samples = Samples(
         tokens,
         sequence_length=config.plan.sequence_length,
@@ -374,4 +378,10 @@ def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: De
         held_out_share=config.held_out.share,
         documents=config.documents,
     )
-    return ReplicaBatches(plan=config.plan, place=place, samples=samples, device=device.torch_device)
+    stage = _stage(config.plan, place)
+    return ReadAhead(
+        ReplicaBatches(plan=config.plan, place=place, samples=samples),
+        micro_batches=config.plan.pipelines[place.pipeline].micro_batches,
+        reads_tokens=stage.embedding or stage.head,
+        device=device.torch_device,
+    )

@@ -44,6 +44,7 @@ class RunLine:
     validation_perplexity: float | None
     iteration_seconds: float | None
     samples_per_second: float | None
+    data_wait_share: float | None
     checkpoints: int | None
 
 
@@ -93,6 +94,8 @@ def show(
         from actors.report import validation_figures
 
         out.print(validation_figures(line.validation_loss, line.validation_perplexity), highlight=False)
+    if line.data_wait_share is not None:
+        out.print(f"ranks waited for data for {line.data_wait_share:.2%} of the time", highlight=False)
     for saved in failed_saves(run):
         out.print(
             f"checkpoint after {saved['iteration']} could NOT be saved: {saved['error']}",
@@ -165,6 +168,7 @@ def _check_run(run: Path) -> None:
 
 def _line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
     from actors.job import read_job
+    from actors.metrics import data_wait_share
     from eth_service.run_files import read_summary
     from planner.plan import read_plan
 
@@ -187,6 +191,7 @@ def _line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
         validation_perplexity=validation.get("perplexity"),
         iteration_seconds=summary.get("iteration_seconds"),
         samples_per_second=summary.get("samples_per_second"),
+        data_wait_share=data_wait_share(rows[1:] or rows),
         checkpoints=None if kept is None else len(kept),
     )
 

@@ -13,7 +13,7 @@ from rich.console import Console as Terminal
 from actors.engine.checkpoint import SavedCheckpoint
 from actors.engine.evaluation import Validation
 from actors.engine.iteration import IterationReport
-from actors.metrics import Measurements, finish_spread
+from actors.metrics import Measurements, data_wait_share, finish_spread
 from actors.report import Console, checkpoint_line, iteration_line
 from actors.run_folder import RunFolder
 from actors.summary import summarize
@@ -38,6 +38,7 @@ def report(iteration: int, *, start: float, compute_seconds: float) -> Iteration
         steps=10,
         late_steps=1,
         peak_tensor_bytes=1000,
+        data_wait_seconds=0.002 * iteration,
     )
 
 
@@ -80,6 +81,21 @@ def test_a_row_holds_device_seconds_and_every_pipeline_s_share() -> None:
         # The last backward, which is before the pipeline's last gradient block.
         assert 0 < pipeline["predicted_end_seconds"] < predicted.end_seconds
     assert finish_spread([row]) == pytest.approx(0.5)
+
+
+def test_waiting_for_data_is_told_where_it_is_more_than_a_trifle() -> None:
+    measurements = Measurements(emulated_plan())
+    slow = reports(2, 110.0)
+    slow[1] = replace(slow[1], data_wait_seconds=2.5)
+    rows = [measurements.row(reports(1, 100.0)), measurements.row(slow)]
+    # Of the rank that waited longest, in device seconds; iterations of 9 and 10 s.
+    assert [row["data_wait_seconds"] * SCALE for row in rows] == pytest.approx([0.002, 2.5])
+    assert data_wait_share(rows) == pytest.approx(2.502 / 19)
+    del rows[0]["data_wait_seconds"]
+    assert data_wait_share(rows) == pytest.approx(2.5 / 10), "rows of older runs do not tell"
+    assert data_wait_share(rows[:1]) is None
+    lines = [iteration_line(row, steps=3, seconds_left=None) for row in rows]
+    assert "data" not in lines[0] and "waited for data 25% of the time" in lines[1]
 
 
 def test_an_evaluation_counts_for_no_iteration_and_stays_in_the_rows() -> None:
@@ -130,7 +146,8 @@ def test_the_end_says_what_was_measured_and_where_it_lies(tmp_path: Path) -> Non
     assert "2/3  loss 2.0000  100 ms (predicted" in text
     assert "80 samples/s  [0] 60 samples/s 1.92k tokens/s  [1] 20 samples/s" in text
     assert "loss: 2.0000 -> 1.5000 (75% of the first)" in text
-    assert "pipelines finish within 50.0% of each other" in text
+    assert "pipelines finish within 50.0% of each other" in text and "waited" not in text
+    assert summary.data_wait_share == pytest.approx(0.01 / 20)
     assert f"run folder: {tmp_path}" in text.splitlines()[-1]
 
 

@@ -36,7 +36,7 @@ def _check(plan: Plan, tokens: Path) -> None:
         if place.stage or place.tp_rank:
             continue
         pipeline = plan.pipelines[place.pipeline]
-        batches = ReplicaBatches(plan=plan, place=place, samples=samples, device=torch.device("cpu"))
+        batches = ReplicaBatches(plan=plan, place=place, samples=samples)
         for index in range(pipeline.micro_batches):
             ids, wanted = batches.micro_batch(2, index)
             rows = pipeline.stages[0].rows[place.replica]
@@ -82,7 +82,7 @@ def test_every_stage_draws_dropout_by_the_sample(tokens: Path, plan: Plan) -> No
     found: dict[tuple[int, int], list[int]] = {}
     for rank in plan.ranks:
         pipeline = plan.pipelines[rank.pipeline]
-        batches = ReplicaBatches(plan=plan, place=rank, samples=samples, device=torch.device("cpu"))
+        batches = ReplicaBatches(plan=plan, place=rank, samples=samples)
         rows = pipeline.stages[rank.stage].rows[rank.replica]
         for index in range(pipeline.micro_batches):
             keys = batches.draws(2, index).keys(rows=rows, **place)  # type: ignore[arg-type]

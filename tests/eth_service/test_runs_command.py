@@ -31,7 +31,8 @@ def make_run(folder: Path, name: str, losses: list[float | None], *, ended: bool
         "training": {"global_batch_size": 4, "sequence_length": 16, "steps": 20},
     }
     (run / "job.yaml").write_text(yaml.safe_dump(job))
-    rows = [{"iteration": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+    times = {"iteration_seconds": 0.25, "data_wait_seconds": 0.001}
+    rows = [{"iteration": i, "loss": loss, **times} for i, loss in enumerate(losses, start=1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if ended:
         summary = {"state": "succeeded", "iteration_seconds": 0.25, "samples_per_second": 16.0}
@@ -69,6 +70,7 @@ def test_a_run_is_shown_with_losses_that_a_resumed_run_repeated_once(
         file.write(json.dumps({"iteration": 3, "loss": 2.25}) + "\n")
     code, out, _ = eth(capsys, "show", run)
     assert code == 0 and "iteration 3: loss 2.2500" in out and "2.4000" not in out
+    assert "ranks waited for data for 0.40% of the time" in out
 
 
 def test_checkpoints_are_looked_for_where_the_job_has_them(

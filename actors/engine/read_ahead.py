@@ -1,0 +1,162 @@
+"""Batches made by a thread before they are asked for, so that training does not wait for its data."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from actors.engine.batches import ReplicaBatches
+from actors.engine.model.dropout import Draws
+
+# At most two iterations lie ready, and no more of them than this; two micro-batches in any case.
+_ITERATIONS = 2
+_BYTES = 64 * 2**20
+# A read that hangs must not hold up the end of a rank.
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A micro-batch in the host's memory. `counted` is of its iteration's global batch."""
+
+    iteration: int
+    index: int
+    counted: int
+    tokens: tuple[torch.Tensor, torch.Tensor] | None
+    documents: torch.Tensor | None
+
+
+class ReadAhead:
+    """What `ReplicaBatches` gives, in the order of micro-batches and iterations, made by a thread.
+
+    The thread begins with the first iteration that is asked for, and anew with any that does not follow. What it makes
+    depends on the iteration alone, so that nothing of it belongs to a checkpoint. An error of reading is raised where
+    the micro-batch that it spoilt is asked for, and again for all that follow. Micro-batches of an iteration are asked
+    for in their order.
+
+    Args:
+        micro_batches: how many the rank's pipeline has in an iteration.
+        reads_tokens: whether the rank's stage needs them: a middle one reads none.
+        device: where the tensors are handed over.
+    """
+
+    def __init__(
+        self, batches: ReplicaBatches, *, micro_batches: int, reads_tokens: bool, device: torch.device
+    ) -> None:
+        self._batches, self._micro_batches = batches, micro_batches
+        self._reads_tokens, self._device = reads_tokens, device
+        self._reader: _Reader | None = None
+        self._current: _Ready | None = None
+        self.waited_seconds = 0.0
+        """Wall seconds for which callers waited for the thread, so far."""
+
+    def counted(self, iteration: int) -> int:
+        """How many labels of the iteration's global batch count. Asked for before the iteration's micro-batches."""
+        return self._ready(iteration, 0).counted
+
+    def micro_batch(self, iteration: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels on the device, int64 `[rows, sequence]`."""
+        tokens = self._ready(iteration, index).tokens
+        assert tokens is not None, "the stage was said to read no tokens"
+        return self._handed_over(tokens[0]), self._handed_over(tokens[1])
+
+    def documents(self, iteration: int, index: int) -> torch.Tensor | None:
+        """As `ReplicaBatches.documents`, on the device."""
+        documents = self._ready(iteration, index).documents
+        return None if documents is None else self._handed_over(documents)
+
+    def draws(self, iteration: int, index: int) -> Draws:
+        """As `ReplicaBatches.draws`."""
+        return self._batches.draws(iteration, index)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _ready(self, iteration: int, index: int) -> _Ready:
+        while self._current is None or (self._current.iteration, self._current.index) != (iteration, index):
+            if self._reader is None or not self._follows(iteration, index):
+                assert index == 0, "an iteration's micro-batches are asked for in their order"
+                self.close()
+                self._reader = _Reader(self._made(iteration), most=self._most())
+            self._current, waited = self._reader.take()
+            self.waited_seconds += waited
+        return self._current
+
+    def _follows(self, iteration: int, index: int) -> bool:
+        """Whether the thread's next micro-batch is the one that is asked for."""
+        if self._current is None:
+            return False
+        last = self._current.index == self._micro_batches - 1
+        following = (self._current.iteration + last, 0 if last else self._current.index + 1)
+        return (iteration, index) == following
+
+    def _made(self, first: int) -> Iterator[_Ready]:
+        for iteration in count(first):
+            counted = self._batches.counted(iteration)
+            for index in range(self._micro_batches):
+                tokens = self._batches.micro_batch(iteration, index) if self._reads_tokens else None
+                yield _Ready(iteration, index, counted, tokens, self._batches.documents(iteration, index))
+
+    def _most(self) -> int:
+        return max(2, min(_ITERATIONS * self._micro_batches, _BYTES // self._batches.micro_batch_bytes))
+
+    def _handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A copy on the host's processor too: its device memory is watched, and the thread's is no part of it.
+        return tensor.to(self._device, copy=True)
+
+
+class _Reader:
+    """A thread that goes through what is made, while less than `most` lies ready."""
+
+    def __init__(self, made: Iterator[_Ready], *, most: int) -> None:
+        self._made, self._most = made, most
+        self._ready = deque[_Ready]()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        # A daemon: a process that ends for another reason does not wait for its disk.
+        self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[_Ready, float]:
+        """The next, and the seconds that it was waited for. Raises what the thread ended with, once all that was made
+        before is taken."""
+        began = time.monotonic()
+        with self._changed:
+            waits = not self._ready
+            self._changed.wait_for(lambda: self._ready or self._error is not None)
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            taken = self._ready.popleft()
+            self._changed.notify()
+        return taken, time.monotonic() - began if waits else 0.0
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            for ready in self._made:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._most or self._closed)
+                    if self._closed:
+                        return
+                    self._ready.append(ready)
+                    self._changed.notify()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify()
