@@ -89,8 +89,10 @@ class Bench:
         types: Collection[str] | None = None,
         offer: Offer = ignore,
         budget: Budget | None = None,
+        by_position: bool = False,
     ) -> None:
-        """`types` are those to use, None means all; `offer` is told of every plan that is priced."""
+        """`types` are those to use, None means all; `offer` is told of every plan that is priced; `by_position`:
+        stages whose TP can cut activations by position do."""
         self._offer = offer
         self.request = request
         self.profile = profile
@@ -106,6 +108,7 @@ class Bench:
             self.cost,
             self.memory,
             recompute=request.recompute,
+            by_position=by_position,
             upper=self.budget.upper * _NEAR_UPPER,
         )
         zero_stages = zero_order(request)
@@ -198,7 +201,7 @@ class Bench:
         if min(samples) < 1:
             return None
         pipelines = tuple(
-            _pipeline(index, chain, devices, split, size, count)
+            self._pipeline(index, chain, devices, split, size, count)
             for index, (chain, devices, split, count) in enumerate(
                 zip(sketch.pipelines, seats, splits, samples, strict=True)
             )
@@ -209,6 +212,41 @@ class Bench:
             for chain, split in set(zip(sketch.pipelines, splits, strict=True))
         )
         return Settled(sketch, zero_stage, pipelines, tuple(paces), max(ends), max(ends) + after)
+
+    def _pipeline(
+        self,
+        index: int,
+        chain: Chain,
+        devices: Sequence[tuple[str, ...]],
+        split: LayerPlan,
+        size: int,
+        samples: int,
+    ) -> PipelinePlan:
+        stages, first = [], 0
+        for number, (form, ids, count, recompute) in enumerate(
+            zip(chain, devices, split.layers, split.recompute, strict=True)
+        ):
+            stages.append(
+                StagePlan(
+                    devices=ids,
+                    tp=form.tp,
+                    dp=len(form.replicas),
+                    rows=tuple(rows for _, rows in form.replicas),
+                    layers=(first, first + count),
+                    embedding=number == 0,
+                    head=number == len(chain) - 1,
+                    sequence_parallel=self._splits.cuts(form),
+                    recompute=dict(recompute),
+                )
+            )
+            first += count
+        return PipelinePlan(
+            id=index,
+            micro_batch_size=size,
+            samples=samples,
+            local_batch_size=-(-samples // size) * size,
+            stages=tuple(stages),
+        )
 
     def best(
         self,
@@ -324,40 +362,6 @@ class Bench:
 
 def _is_power(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def _pipeline(
-    index: int,
-    chain: Chain,
-    devices: Sequence[tuple[str, ...]],
-    split: LayerPlan,
-    size: int,
-    samples: int,
-) -> PipelinePlan:
-    stages, first = [], 0
-    for number, (form, ids, count, recompute) in enumerate(
-        zip(chain, devices, split.layers, split.recompute, strict=True)
-    ):
-        stages.append(
-            StagePlan(
-                devices=ids,
-                tp=form.tp,
-                dp=len(form.replicas),
-                rows=tuple(rows for _, rows in form.replicas),
-                layers=(first, first + count),
-                embedding=number == 0,
-                head=number == len(chain) - 1,
-                recompute=dict(recompute),
-            )
-        )
-        first += count
-    return PipelinePlan(
-        id=index,
-        micro_batch_size=size,
-        samples=samples,
-        local_batch_size=-(-samples // size) * size,
-        stages=tuple(stages),
-    )
 
 
 def iteration_seconds(plan: Plan) -> float:

@@ -1,8 +1,8 @@
 """Whether a model fits a cluster at all: one pipeline, as sparing of memory as it can be.
 
-Every type's devices stand in stages of one (tp, dp), in every order of the types, with everything recomputed
-and sharded that the request allows. A plan that needs less memory than all of these is rare: it would have
-unlike stages of one type.
+Every type's devices stand in stages of one (tp, dp), in every order of the types, with everything recomputed,
+sharded and cut by position that the request allows. A plan that needs less memory than all of these is rare: it
+would have unlike stages of one type.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _sparing_plan(request: PlanRequest, profile: ProfileTable | None, factor: fl
     types = {name: _enlarged(type_, factor) for name, type_ in request.cluster.device_types.items()}
     cluster = request.cluster.model_copy(update={"device_types": types})
     changed = request.model_copy(update={"cluster": cluster, "zero_stages": (max(request.zero_stages),)})
-    bench = Bench(changed, profile=profile or _analytic(changed))
+    bench = Bench(changed, profile=profile or _analytic(changed), by_position=request.sequence_parallel)
 
     def everything(paces: Sequence[Pace]) -> list[int]:
         return [changed.global_batch_size]

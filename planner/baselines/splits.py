@@ -20,6 +20,7 @@ from planner.cost.layer_flow import Recompute
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import RecomputeModel, Replay
 from planner.cost.stages import StageCost, StageShape
+from planner.operators import cuts_positions
 from planner.search.layer_split import Split, SplitStage, best_splits
 
 FloatArray = npt.NDArray[np.float64]
@@ -51,10 +52,17 @@ class Splitter:
     """Splits chains of one model; what is asked twice is kept."""
 
     def __init__(
-        self, cost: StageCost, memory: MemoryModel, *, recompute: bool, upper: float = float("inf")
+        self,
+        cost: StageCost,
+        memory: MemoryModel,
+        *,
+        recompute: bool,
+        by_position: bool = False,
+        upper: float = float("inf"),
     ) -> None:
-        """Splits that take `upper` seconds by Eq. 1 are of no use, and given up on."""
-        self._upper = upper
+        """Splits that take `upper` seconds by Eq. 1 are of no use, and given up on. `by_position`: stages whose TP
+        can cut activations by position do."""
+        self._upper, self._by_position = upper, by_position
         self.cost, self.memory = cost, memory
         self.layers = cost.model.layers
         self._recompute = RecomputeModel(cost, memory) if recompute else None
@@ -152,7 +160,7 @@ class Splitter:
         key = (role, layers, in_flight)
         if key not in self._least:
             assert self._recompute is not None
-            loads = [(type_, _load(role, rows, layers, in_flight)) for type_, rows in role.form.loads]
+            loads = [(type_, self._load(role, rows, layers, in_flight)) for type_, rows in role.form.loads]
             self._least[key] = self._recompute.fewest(loads)
         return self._least[key]
 
@@ -192,7 +200,9 @@ class Splitter:
             replays = self._replay_seconds(role, in_flight)
             return int((np.isfinite(replays) if recomputed else replays == 0).sum()) - 1
         return min(
-            self.memory.most_layers(_load(role, rows, self.layers, in_flight), self.cost.device_types[type_])
+            self.memory.most_layers(
+                self._load(role, rows, self.layers, in_flight), self.cost.device_types[type_]
+            )
             for type_, rows in role.form.loads
         )
 
@@ -204,7 +214,7 @@ class Splitter:
             most = in_flight if known is None else 2 * in_flight
             tables = [
                 self._recompute.seconds_table(
-                    type_, _load(role, rows, self.layers, most), most_in_flight=most
+                    type_, self._load(role, rows, self.layers, most), most_in_flight=most
                 )
                 for type_, rows in role.form.loads
             ]
@@ -225,9 +235,33 @@ class Splitter:
         key = (form, embedding, head)
         if key not in self._tables:
             self._tables[key] = self.cost.layer_table(
-                form.loads, tp=form.tp, most_layers=self.layers, embedding=embedding, head=head
+                form.loads,
+                tp=form.tp,
+                most_layers=self.layers,
+                embedding=embedding,
+                head=head,
+                sequence_parallel=self.cuts(form),
             )
         return self._tables[key]
+
+    def cuts(self, form: Form) -> bool:
+        """Whether such a stage cuts activations by position."""
+        return self._by_position and cuts_positions(tp=form.tp, sequence_length=self.cost.sequence_length)
+
+    def _load(self, role: Role, rows: int, layers: int, in_flight: int) -> StageLoad:
+        form, zero = role.form, role.zero
+        return StageLoad(
+            tp=form.tp,
+            rows=rows,
+            layers=layers,
+            embedding=role.embedding,
+            head=role.head,
+            in_flight=in_flight,
+            zero_stage=zero.stage,
+            zero_ways=zero.ways(len(form.replicas)),
+            dp=len(form.replicas),
+            sequence_parallel=self.cuts(form),
+        )
 
     def _received(self, chain: Chain, nodes: Sequence[Nodes]) -> list[float]:
         received = [0.0] * len(chain)
@@ -254,21 +288,6 @@ class Splitter:
 def _roles(chain: Sequence[Form], zero: Zero) -> list[Role]:
     last = len(chain) - 1
     return [Role(form, stage == 0, stage == last, zero) for stage, form in enumerate(chain)]
-
-
-def _load(role: Role, rows: int, layers: int, in_flight: int) -> StageLoad:
-    form, zero = role.form, role.zero
-    return StageLoad(
-        tp=form.tp,
-        rows=rows,
-        layers=layers,
-        embedding=role.embedding,
-        head=role.head,
-        in_flight=in_flight,
-        zero_stage=zero.stage,
-        zero_ways=zero.ways(len(form.replicas)),
-        dp=len(form.replicas),
-    )
 
 
 def _stages(

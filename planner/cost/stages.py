@@ -273,21 +273,36 @@ class StageCost:
         embedding: bool,
         head: bool,
         recomputed: Sequence[str] = (),
+        sequence_parallel: bool = False,
     ) -> tuple[float, ...]:
         """`stage_step(...).total` for 0 to `most_layers` layers, of replicas with these (type, rows).
 
         All layers recompute the same operators.
         """
         one_layer = recompute_of(dict.fromkeys(recomputed, 1))
-        lines = [
-            (
-                self.replica_step(
-                    device_type=type_, tp=tp, rows=rows, layers=0, embedding=embedding, head=head
-                ),
-                self.replica_step(device_type=type_, tp=tp, rows=rows, layers=1, recompute=one_layer),
+        lines = []
+        for type_, rows in loads:
+            ends = self.replica_step(
+                device_type=type_,
+                tp=tp,
+                rows=rows,
+                layers=0,
+                embedding=embedding,
+                head=head,
+                sequence_parallel=sequence_parallel,
             )
-            for type_, rows in loads
-        ]
+            layer = self._of_parts(type_, tp, rows, sequence_parallel).layer
+            if one_layer:
+                again = self.replay_seconds(
+                    device_type=type_,
+                    tp=tp,
+                    rows=rows,
+                    layers=1,
+                    recompute=one_layer,
+                    sequence_parallel=sequence_parallel,
+                )
+                layer = layer.plus(StepSeconds(0.0, again))
+            lines.append((ends, layer))
         return tuple(
             max(ends.forward + count * layer.forward for ends, layer in lines)
             + max(ends.backward + count * layer.backward for ends, layer in lines)

@@ -81,6 +81,9 @@ def _free_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """What only an option forbids."""
     sharded = request.model_copy(update={"zero_stages": (0, 1, 2)})
     replayed = request.model_copy(update={"recompute": True})
+    if not request.sequence_parallel:
+        cut = request.model_copy(update={"sequence_parallel": True})
+        yield "sequence parallel (leave out --without sequence_parallel)", cut
     if not request.recompute:
         yield "recomputation (leave out --no-recompute)", replayed
     if max(request.zero_stages) < 2:

@@ -18,6 +18,7 @@ from planner.profile.analytic import AnalyticProfile
 from planner.request import PlanRequest
 from planner.search import find_plan
 from planner.search.control import SearchControl, SearchOptions
+from planner.search.diagnose import fits
 from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import every_pool
 from planner.search.paper.stage_figures import StageKey, StageShop
@@ -179,3 +180,41 @@ def test_the_paper_s_moves_cut_a_stage_that_fits_only_so() -> None:
                 assert cut.by_position
                 fitting.append(key)
     assert fitting
+
+
+def least_memory(request: PlanRequest) -> int:
+    """Bytes a device with which one pipeline fits, to a ten-thousandth."""
+    low, high = 2**24, 2**36
+    while high > low * 1.0001:
+        middle = int((low * high) ** 0.5)
+        low, high = (low, middle) if fits(with_memory(request, middle)) else (middle, high)
+    return high
+
+
+def with_memory(request: PlanRequest, memory_bytes: int) -> PlanRequest:
+    types = {
+        name: type_.model_copy(update={"memory_bytes": memory_bytes})
+        for name, type_ in request.cluster.device_types.items()
+    }
+    cluster = request.cluster.model_copy(update={"device_types": types})
+    return request.model_copy(update={"cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields"),
+    [("1x4:A100", {"recompute": False}), ("1x4:A100,1x4:V100", {"recompute": False, "zero_stages": (0,)})],
+)
+def test_a_model_that_fits_only_so_is_planned_so(devices: str, fields: dict[str, Any]) -> None:
+    cut = request_of(devices, batch=4, **fields)
+    whole = cut.model_copy(update={"sequence_parallel": False})
+    least, most = least_memory(cut), least_memory(whole)
+    assert least < most * 0.999
+    memory_bytes = (least + most) // 2
+    with pytest.raises(UserError, match=r"it fits with sequence parallel \(leave out"):
+        find_plan(with_memory(whole, memory_bytes))
+    plan = found(with_memory(cut, memory_bytes))
+    assert any(stage.sequence_parallel for stage in stages_of(plan))
+    check_memory(plan)
+    assert plan.predicted is not None and plan.predicted.lower_bound_seconds is not None
+    assert plan.predicted.lower_bound_seconds <= iteration_seconds(plan)
+    assert price_plan(plan).iteration_seconds == iteration_seconds(plan)

@@ -11,6 +11,7 @@ from planner.cost.plan_memory import PlanMemory
 from planner.cost.price import with_prediction
 from planner.cost.recompute import RecomputeModel
 from planner.local_batches import allocate, equal_shares
+from planner.operators import cuts_positions
 from planner.plan import PipelinePlan, Plan, StagePlan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
@@ -30,10 +31,12 @@ class Assembler:
         *,
         recompute: RecomputeModel | None,
         zero_stage: Literal[0, 1, 2],
+        by_position: bool = False,
     ) -> None:
-        """`recompute` None: nothing is recomputed."""
+        """`recompute` None: nothing is recomputed; `by_position`: stages whose TP can cut activations by position
+        do."""
         self._request, self._pool, self._profile = request, pool, profile
-        self._recompute, self._zero_stage = recompute, zero_stage
+        self._recompute, self._zero_stage, self._by_position = recompute, zero_stage, by_position
         self._fewest: dict[tuple[tuple[str, StageLoad], ...], Recompute | None] = {}
         self.count = 0
 
@@ -65,7 +68,7 @@ class Assembler:
         """A priced Plan of these pipelines, all other devices idle; None if it does not fit."""
         request = self._request
         pipelines = tuple(
-            _pipeline(index, chain, share, placed[index])
+            self._pipeline(index, chain, share, placed[index])
             for index, (chain, share) in enumerate(zip(chains, samples, strict=True))
         )
         busy = {device for pipeline in pipelines for device in pipeline.devices}
@@ -120,29 +123,33 @@ class Assembler:
             self._fewest[loads] = found
         return self._fewest[loads]
 
-
-def _pipeline(index: int, chain: Chain, samples: int, placed: Sequence[tuple[str, ...]]) -> PipelinePlan:
-    size, stages, first = chain.micro_batch_size, [], 0
-    for number, stage in enumerate(chain.stages):
-        stages.append(
-            StagePlan(
-                devices=placed[number],
-                tp=stage.choice.tp,
-                dp=len(stage.choice.rows),
-                rows=stage.choice.rows,
-                layers=(first, first + stage.layers),
-                embedding=number == 0,
-                head=number == len(chain.stages) - 1,
+    def _pipeline(
+        self, index: int, chain: Chain, samples: int, placed: Sequence[tuple[str, ...]]
+    ) -> PipelinePlan:
+        size, stages, first = chain.micro_batch_size, [], 0
+        for number, stage in enumerate(chain.stages):
+            tp = stage.choice.tp
+            stages.append(
+                StagePlan(
+                    devices=placed[number],
+                    tp=tp,
+                    dp=len(stage.choice.rows),
+                    rows=stage.choice.rows,
+                    layers=(first, first + stage.layers),
+                    embedding=number == 0,
+                    head=number == len(chain.stages) - 1,
+                    sequence_parallel=self._by_position
+                    and cuts_positions(tp=tp, sequence_length=self._request.sequence_length),
+                )
             )
+            first += stage.layers
+        return PipelinePlan(
+            id=index,
+            micro_batch_size=size,
+            samples=samples,
+            local_batch_size=-(-samples // size) * size,
+            stages=tuple(stages),
         )
-        first += stage.layers
-    return PipelinePlan(
-        id=index,
-        micro_batch_size=size,
-        samples=samples,
-        local_batch_size=-(-samples // size) * size,
-        stages=tuple(stages),
-    )
 
 
 def iteration_seconds(plan: Plan) -> float:

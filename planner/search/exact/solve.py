@@ -109,15 +109,25 @@ class ExactSolver:
         self.figures = StageFigures(self.cost)
         self.memory = MemoryModel.of_request(request)
         self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
+        self._by_position = False
         self._chains, self._chains_of = ChainPool(), Pool(())
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
 
     def solve(self) -> Solution | None:
-        """The best plan found; None if nothing fits."""
+        """The best plan found; None if nothing fits. Activations are whole, unless nothing fits so."""
+        best = self._best()
+        if best is None and self.request.sequence_parallel:
+            self._by_position = True
+            best = self._best()
+        return best
+
+    def _best(self) -> Solution | None:
         best: Solution | None = None
         for pool in pools(self.request.cluster, self.request.model):
             stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
             replays = self.replays(pool, max_stages=stages)
+            if self._by_position:
+                replays = replays.cut_by_position()
             for zero_stage in self.zero_stages():
                 for found in self._searches(pool, replays, zero_stage, best):
                     if found is not None and (best is None or found.seconds < best.seconds * (1 - _TIE)):
@@ -194,7 +204,12 @@ class ExactSolver:
             return None
         tables, budget, priced = known
         assembler = Assembler(
-            self.request, pool, self.profile, recompute=self.recompute, zero_stage=zero_stage
+            self.request,
+            pool,
+            self.profile,
+            recompute=self.recompute,
+            zero_stage=zero_stage,
+            by_position=self._by_position,
         )
         settlers = {
             table.micro_batch_size: Settler(table, self.request.cluster, pool, self.cost.row_bytes)
@@ -250,7 +265,9 @@ class ExactSolver:
     ) -> Iterator[StageTable]:
         """The usable tables, by micro-batch size."""
         zero = Zero(zero_stage, self.request.zero_scope, min(sharing, self._budget(pool, sharing).pipelines))
-        maker = TableMaker(self.cost, self.figures, pool, self._expected(pool), replays, zero)
+        maker = TableMaker(
+            self.cost, self.figures, pool, self._expected(pool), replays, zero, self._by_position
+        )
         by_size = {
             size: list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
             for size in self.sizes

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.cost.price import with_prediction
+from planner.errors import UserError
 from planner.plan import Bound, Plan, Predicted
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
@@ -58,17 +59,15 @@ def plan(
     if solution is None and len(request.cluster.devices) > _ENUMERATED_DEVICES and not fits(request):
         raise cannot_fit(request, profile=profile)
     if solution is None or len(request.cluster.devices) <= _ENUMERATED_DEVICES:
-        # Raises the error that says what is missing if nothing fits.
-        few = len(request.cluster.devices) <= _ENUMERATED_WITH_SAVERS
-        enumerated = enumerate_hpp.plan(
-            request,
-            profile=profile,
-            progress=progress,
-            recompute="all-or-none" if few and request.recompute else "none",
-            zero_stages=request.zero_stages if few else request.zero_stages[:1],
-        )
-        statistics |= enumerated.search or {}
-        found.append(with_prediction(enumerated, profile=profile))
+        try:
+            enumerated = _enumerated(request, profile=profile, progress=progress)
+        except UserError:
+            # It says what is missing if nothing fits; with activations whole nothing may fit.
+            if solution is None:
+                raise
+        else:
+            statistics |= enumerated.search or {}
+            found.append(with_prediction(enumerated, profile=profile))
     best = min(found, key=iteration_seconds)
     statistics |= {**solver.statistics, "seconds": clock.seconds()}
     if not request.bound:
@@ -79,6 +78,17 @@ def plan(
     predicted = bound_of(solver, solution, best)
     statistics["bound_seconds"] = clock.seconds()
     return best.model_copy(update={"predicted": predicted, "search": statistics})
+
+
+def _enumerated(request: PlanRequest, *, profile: ProfileTable, progress: Callable[[str], None]) -> Plan:
+    few = len(request.cluster.devices) <= _ENUMERATED_WITH_SAVERS
+    return enumerate_hpp.plan(
+        request,
+        profile=profile,
+        progress=progress,
+        recompute="all-or-none" if few and request.recompute else "none",
+        zero_stages=request.zero_stages if few else request.zero_stages[:1],
+    )
 
 
 def bound_of(solver: ExactSolver, solution: Solution | None, plan: Plan) -> Predicted:
