@@ -15,7 +15,8 @@ from planner.cost.ideal import DeviceSpeeds
 from planner.cost.layer_flow import recompute_of
 from planner.cost.pipeline import stage_end_seconds
 from planner.cost.price import pipeline_stages
-from planner.cost.stages import StageCost, StageSeconds, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost, StageSeconds
 from planner.describe import compute_end_seconds, device_names
 from planner.plan import PipelinePlan, Plan
 from planner.profile.table import ProfileTable

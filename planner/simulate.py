@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from planner.cost.exchange import WAYS, Way, row_overlaps
 from planner.cost.gradient import finish
 from planner.cost.price import plan_shapes
-from planner.cost.stages import StageCost, StageShape
+from planner.cost.stage_shape import StageShape
+from planner.cost.stages import StageCost
 from planner.plan import Plan
 from planner.profile.table import ProfileTable, StepSeconds
 from planner.timeline import Event, Kind, Timeline, ordered

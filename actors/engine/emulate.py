@@ -27,7 +27,8 @@ from planner.cost.backward import BackwardLeft
 from planner.cost.exchange import gather_seconds
 from planner.cost.gradient import optimizer_seconds
 from planner.cost.price import replica_seconds, transfer_seconds
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.cost.sync_seconds import SyncSeconds
 from planner.gradient_calls import GradientCall
 from planner.plan import Plan, RankPlace

@@ -19,7 +19,8 @@ from planner.cost.exchange import Replica
 from planner.cost.layer_flow import Recompute
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import RecomputeModel, Replay
-from planner.cost.stages import StageCost, StageShape
+from planner.cost.stage_shape import StageShape
+from planner.cost.stages import StageCost
 from planner.operators import cuts_positions
 from planner.search.layer_split import Split, SplitStage, best_splits
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner.cost.layer_flow import first_layers, recompute_of
 from planner.cost.pipeline import stage_end_seconds
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.plan import Plan
 
 

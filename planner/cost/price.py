@@ -10,7 +10,8 @@ from planner.cost.gradient import Finish, finish
 from planner.cost.layer_flow import recompute_of
 from planner.cost.pipeline import stage_end_seconds
 from planner.cost.plan_memory import PlanMemory, check_memory
-from planner.cost.stages import StageCost, StageSeconds, StageShape, stage_shape
+from planner.cost.stage_shape import StageShape, stage_shape
+from planner.cost.stages import StageCost, StageSeconds
 from planner.plan import CollectiveSources, Plan, Predicted, PredictedPipeline, PredictedStage
 from planner.profile.table import ProfileTable, StepSeconds
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from planner.catalogue import DeviceType
-from planner.cluster import Cluster, Links
+from planner.cluster import Links
 from planner.cost.exchange import WAYS, Exchange, Replica, Side, Way, choose_exchange
 from planner.cost.held import held_values
 from planner.cost.layer_flow import OperatorSet, Recompute, recompute_of, replayed_operators, segments
-from planner.cost.links import all_reduce_seconds, slowest_link
+from planner.cost.links import slowest_link
+from planner.cost.stage_shape import StageShape
+from planner.cost.tensor_parallel import CollectiveSource, TensorParallelCollectives
 from planner.model_spec import ModelSpec
 from planner.operators import BY_POSITION_OPERATORS, GATHERING_OPERATORS, SUMMED_OPERATORS
-from planner.plan import Dtypes, Plan, StagePlan
+from planner.plan import Dtypes, Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import OperatorGroup, ProfileTable, StepSeconds
 
@@ -22,23 +24,6 @@ if TYPE_CHECKING:
     from planner.request import PlanRequest
 
 ZERO = StepSeconds(0.0, 0.0)
-
-CollectiveSource = Literal["operators", "measured", "links"]
-"""Measured with the operators, measured apart, or priced by the link formula."""
-
-
-@dataclass(frozen=True)
-class StageShape:
-    """What of a stage decides its times: its replicas, its TP degree and what it holds."""
-
-    tp: int
-    replicas: tuple[Replica, ...]
-    layers: int
-    embedding: bool = False
-    head: bool = False
-    recompute: Recompute = ()
-    zero_stage: int = 0
-    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,9 @@ class StageCost:
         self.sequence_length = sequence_length
         self.dtypes = dtypes
         self.profile: ProfileTable = profile or AnalyticProfile(model, device_types)
-        self._measured_collectives = measured_collectives
+        self._collectives = TensorParallelCollectives(
+            self.profile, links, precision=dtypes.param, take_measured=measured_collectives
+        )
         self._ways = ways
         self._replays: dict[tuple[str, int, int, OperatorSet, bool], float] = {}
         self._parts: dict[tuple[str, int, int, bool], _Parts] = {}
@@ -352,7 +339,7 @@ class StageCost:
         embedding = self._operators(groups.embedding, device_type, tp, rows)
         head = self._operators(groups.head, device_type, tp, rows)
         # Vocabulary-parallel loss: maximum, sum of exponentials and the label's logit, a float a token.
-        statistics = 3 * self._tp_all_reduce(device_type, tp, rows * self.sequence_length * 4)
+        statistics = 3 * self._collectives.all_reduce(device_type, tp, rows * self.sequence_length * 4)
         whole = self.activation_all_reduce(device_type, tp, rows)
         if not sequence_parallel:
             return _Parts(
@@ -374,7 +361,7 @@ class StageCost:
 
     def activation_all_reduce(self, device_type: str, tp: int, rows: int) -> float:
         """Seconds of summing a micro-batch's activations over a TP group; 0 if the operators include it."""
-        return self._tp_all_reduce(device_type, tp, rows * self.row_bytes)
+        return self._collectives.all_reduce(device_type, tp, rows * self.row_bytes)
 
     def group_step(
         self,
@@ -411,45 +398,4 @@ class StageCost:
 
     def tp_source(self, device_type: str, tp: int, rows: int) -> CollectiveSource:
         """Where the seconds of a replica's TP collectives come from."""
-        if self.profile.includes_tp_collectives(device_type):
-            return "operators"
-        measured = self._measured_all_reduce(device_type, tp, rows * self.row_bytes)
-        return "links" if measured is None else "measured"
-
-    def _tp_all_reduce(self, device_type: str, tp: int, message_bytes: float) -> float:
-        if tp == 1 or self.profile.includes_tp_collectives(device_type):
-            return 0.0
-        measured = self._measured_all_reduce(device_type, tp, message_bytes)
-        if measured is not None:
-            return measured
-        link = self.links.between(type_a=device_type, type_b=device_type, same_node=True)
-        return all_reduce_seconds(link, members=tp, message_bytes=message_bytes)
-
-    def _measured_all_reduce(self, device_type: str, tp: int, message_bytes: float) -> float | None:
-        if not self._measured_collectives:
-            return None
-        return self.profile.all_reduce_seconds(
-            device_type=device_type,
-            scope="intra_node",
-            members=tp,
-            message_bytes=message_bytes,
-            precision=self.dtypes.param,
-        )
-
-
-def stage_shape(stage: StagePlan, cluster: Cluster, *, zero_stage: int = 0) -> StageShape:
-    """The StageShape of a stage of a plan; nodes are numbered as in the cluster."""
-    replicas = []
-    for index, rows in enumerate(stage.rows):
-        device = cluster.device_by_id[stage.tp_group(index)[0]]
-        replicas.append(Replica(cluster.node_numbers[device.node], device.type, rows))
-    return StageShape(
-        stage.tp,
-        tuple(replicas),
-        stage.layer_count,
-        stage.embedding,
-        stage.head,
-        recompute_of(stage.recompute),
-        zero_stage,
-        stage.sequence_parallel,
-    )
+        return self._collectives.source(device_type, tp, rows * self.row_bytes)

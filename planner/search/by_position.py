@@ -14,7 +14,8 @@ from planner.cost.layer_flow import Recompute, recompute_of
 from planner.cost.memory import StageLoad
 from planner.cost.plan_memory import PlanMemory
 from planner.cost.recompute import RecomputeModel
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.operators import cuts_positions
 from planner.plan import PipelinePlan, Plan, StagePlan
 from planner.profile.table import ProfileTable

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import RecomputeModel
-from planner.cost.stages import StageCost, StageShape
+from planner.cost.stage_shape import StageShape
+from planner.cost.stages import StageCost
 from planner.search.after import AfterEstimate
 from planner.search.branch_and_bound import SizeSearch
 from planner.search.choice import PipelineChoice, Record, SearchCounts

@@ -21,7 +21,8 @@ from planner.cluster import Cluster
 from planner.cost.exchange import gather_seconds
 from planner.cost.gradient import block_seconds, optimizer_seconds
 from planner.cost.price import price_plan, replica_seconds, transfer_seconds
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.gradient_calls import gradient_layout
 from planner.plan import Plan, PlanEmulation
 from tests.engine import reference

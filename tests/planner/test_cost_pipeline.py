@@ -23,7 +23,8 @@ from planner.cost.gradient import block_seconds, schedule_calls
 from planner.cost.links import all_reduce_seconds, slowest_link
 from planner.cost.pipeline import pipeline_seconds, stage_end_seconds
 from planner.cost.price import price_plan, replica_seconds, transfer_seconds
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.parameters import model_parameters
 from planner.plan import Plan
 from planner.profile.table import StepSeconds

@@ -12,7 +12,8 @@ from planner.cluster import Cluster, Device, from_short_form
 from planner.collectives import choose_reduction, flat_seconds, half_seconds, reduction_seconds
 from planner.cost.plan_memory import PlanMemory, check_memory
 from planner.cost.price import price_plan
-from planner.cost.stages import StageCost, stage_shape
+from planner.cost.stage_shape import stage_shape
+from planner.cost.stages import StageCost
 from planner.cost.zero import search_zero_ways, stage_ways
 from planner.errors import UserError
 from planner.items import items_of

@@ -14,7 +14,8 @@ from planner.cost.held import held_values
 from planner.cost.layer_flow import Recompute
 from planner.cost.memory import MemoryModel, StageLoad
 from planner.cost.recompute import FloatArray, RecomputeModel
-from planner.cost.stages import StageCost, StageShape
+from planner.cost.stage_shape import StageShape
+from planner.cost.stages import StageCost
 from planner.cost.zero import search_zero_ways
 from planner.operators import cuts_positions
 from planner.profile.analytic import PRECISION_BYTES

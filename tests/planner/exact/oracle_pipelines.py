@@ -11,7 +11,8 @@ from planner.cost.exchange import Replica
 from planner.cost.held import held_values
 from planner.cost.layer_flow import Recompute
 from planner.cost.memory import MemoryModel, StageLoad
-from planner.cost.stages import StageCost, StageShape
+from planner.cost.stage_shape import StageShape
+from planner.cost.stages import StageCost
 from planner.operators import layer_operators
 from planner.profile.analytic import PRECISION_BYTES
 from planner.profile.table import ProfileTable, StepSeconds
