@@ -186,6 +186,8 @@ function showFigures(job, row) {
   ];
   // An emulated device that its host could not keep up with was slower than the real one: say so.
   if (row?.late_step_share > 0) figures.push(["host late in", `${number(100 * row.late_step_share, 2)} % of steps`]);
+  const waited = row?.data_wait_seconds / row?.iteration_seconds;
+  if (waited > 0.005) figures.push(["waited for data", `${number(100 * waited, 2)} % of the time`]);
   byId("figures").replaceChildren(
     ...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))),
   );

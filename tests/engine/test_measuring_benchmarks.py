@@ -1,4 +1,4 @@
-"""The benchmarks of memory and of the engine's own time run, end with a JSON line, and hold what they say."""
+"""The benchmarks of memory, of the engine's own time and of data run, end with a JSON line, and hold what they say."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def test_the_engines_own_seconds_are_told_by_part() -> None:
     # In fp32 backward writes into the buffer itself, and on one device nothing is launched while it runs.
     assert alone["parts_us"]["gradients"] == 0
     assert min(first["parts_us"]["messages"], last["parts_us"]["messages"]) > alone["parts_us"]["messages"]
+
+
+@pytest.mark.slow
+def test_data_is_prepared_loaded_and_not_waited_for() -> None:
+    small = {"megabytes": 1, "turns": 1, "tokens": 10**8, "batches": 200, "hidden": 32, "iterations": 5}
+    shown, result = run(
+        "data.py", *(word for name, value in small.items() for word in (f"--{name}", str(value)))
+    )
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["prepare", "load", "wait"]
+    assert result["prepare_ratio"] > 0 and result["load_2048_tokens_per_cpu_second"] > 0
+    # 8 bytes a sample: measured in the same way, so that growth would be seen.
+    assert result["table_growth_bytes"] > 0.9 * 8 * 10**8 / 128 > result["peak_growth_bytes"]
+    assert result["reading_share"] > 0 and 0 <= result["wait_share"] < 1

@@ -127,6 +127,7 @@ def metrics_row(iteration: int, *, loss: float = 2.0) -> dict[str, Any]:
         "iteration": iteration,
         "loss": loss,
         "iteration_seconds": 0.62,
+        "data_wait_seconds": 0.0155,
         "samples_per_second": 9.75,
         "tokens_per_second": 312.0,
         "pipelines": pipelines,

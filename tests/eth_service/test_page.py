@@ -102,6 +102,7 @@ def test_the_page_follows_a_job_from_queue_to_end(
 
     driver.iterate(9, loss=0.25)
     expect(page.locator("#figures")).to_contain_text("9 of 20")
+    expect(page.locator("#figures")).to_contain_text("waited for data2.5 % of the time")
     driver.end("failed", failure="rank 2 (pipeline 1) was killed")
     cluster.set(f"eth-{job_id}-1", AttemptStatus.FAILED)
     expect(page.locator("#events")).to_contain_text("rank 2 (pipeline 1) was killed")
