@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import sys
 import threading
 import time
 import warnings
@@ -46,6 +48,9 @@ from actors.engine.state_slices import StateSlice
 from actors.storage import StoragePath, remove_tree
 from planner.errors import UserError
 
+# Of niceness: a tenth of the share that training has of a core.
+_LESS_URGENT = 10
+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -67,11 +72,15 @@ class CheckpointWriter:
 
     `group` is a CPU group of the whole world that nothing else uses: its collectives run on this writer's thread,
     beside those of training. The newest `keep` checkpoints of a folder stay, and the best `keep_best`.
+
+    From the first save on the copy's memory, one shard on the host, is kept for the next one: fresh pages would make
+    training stand still for longer, and giving them back and taking them again disturbs it while it runs.
     """
 
     def __init__(self, *, rank: int, group: dist.ProcessGroup, keep: int, keep_best: int) -> None:
         self._rank, self._group = rank, group
         self._keep, self._keep_best = keep, keep_best
+        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._saved: list[SavedCheckpoint] = []
 
@@ -79,12 +88,18 @@ class CheckpointWriter:
         """Copy what this rank saves, and write it while training goes on. Waits for the save before it."""
         start = time.monotonic()
         self._join()
-        staged = [piece.staged() for piece in slices if piece.owned]
+        staged = [self._staged(piece) for piece in slices if piece.owned]
         pause = time.monotonic() - start
         self._thread = threading.Thread(
             target=self._save, args=(path, staged, manifest, start, pause), name="checkpoint", daemon=True
         )
         self._thread.start()
+
+    def _staged(self, piece: StateSlice) -> StateSlice:
+        address = piece.key, piece.offsets
+        copy = piece.staged(self._buffers.get(address))
+        self._buffers[address] = copy.tensor
+        return copy
 
     def poll(self) -> tuple[SavedCheckpoint, ...]:
         """The saves that have ended since the last call; on ranks other than 0 none."""
@@ -104,6 +119,7 @@ class CheckpointWriter:
     def _save(
         self, path: StoragePath, staged: Sequence[StateSlice], manifest: Manifest, start: float, pause: float
     ) -> None:
+        give_way()
         error, prune_error, size = None, None, 0
         try:
             size = _write(path, staged, manifest, rank=self._rank, group=self._group)
@@ -131,6 +147,17 @@ class CheckpointWriter:
         except (OSError, UserError) as failure:
             return _cause(failure)
         return None
+
+
+def give_way() -> None:
+    """Let this thread have a small part of a core that training wants too: where all cores are busy, a save takes
+    longer and training hardly does. Linux alone knows priorities of threads."""
+    if sys.platform == "linux":
+        # A container may forbid it.
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            priority = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, priority + _LESS_URGENT)
 
 
 def load_slices(path: StoragePath, slices: Iterable[StateSlice]) -> None:
@@ -252,6 +279,8 @@ def _write(
     """Write one checkpoint, a collective of the world: data, sums of every rank's files, manifest. The bytes
     of all of it."""
     writer = CheckpointFileWriter(path)
+    # Sums of its own that torch would add to every tensor tell nothing that ours of the files do not.
+    torch.serialization.set_crc32_options(False)
     dcp.save(
         {},
         storage_writer=writer,

@@ -33,9 +33,11 @@ class StateSlice:
     tensor: torch.Tensor
     owned: bool
 
-    def staged(self) -> StateSlice:
-        """The same with a copy of the tensor on the host."""
-        return replace(self, tensor=self.tensor.detach().to("cpu", copy=True).contiguous())
+    def staged(self, buffer: torch.Tensor | None = None) -> StateSlice:
+        """The same with a copy of the tensor on the host, in `buffer` if that is given: one of an earlier copy."""
+        if buffer is None:
+            buffer = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        return replace(self, tensor=buffer.copy_(self.tensor.detach()))
 
 
 def owned_parameters(plan: Plan, rank: int) -> frozenset[str]:

@@ -50,3 +50,18 @@ def test_convergence_compares_unlike_plans_and_keeps_their_curves(tmp_path: Path
     assert again == result
     assert {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in rows} == written
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_are_measured_beside_training_and_a_plain_copy(tmp_path: Path, ranks: int) -> None:
+    options = ["--shape", "tiny", "--turns", "2", "--ranks", str(ranks), "--folder", str(tmp_path)]
+    shown, result = run("checkpoint.py", *options)
+    assert shown.count("iterations while saving") == 2
+    # Parameters and two moments of 4 bytes for each of some tens of thousands, and what the format adds.
+    assert 300_000 < result["checkpoint_bytes"] < 3_000_000
+    assert result["iterations_while_saving"] >= 2
+    assert result["slowdown_interval"][0] <= result["slowdown"] <= result["slowdown_interval"][1]
+    assert 0 < result["copy_pause_seconds"] < result["save_seconds"]
+    assert result["of_plain_copy"] > 0 and result["plain_copy_bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == []
