@@ -110,6 +110,21 @@ class Crew:
         """
         return self._everywhere(lambda p: p.run_iteration.remote(iteration, first, checkpoint))
 
+    def save_checkpoint(
+        self,
+        path: StoragePath,
+        *,
+        iteration: int,
+        loss: float,
+        validation_loss: float | None,
+        patience_seconds: float,
+    ) -> None:
+        """Begin to save the state after an iteration, the last that was submitted and collected."""
+        self.collect(
+            self._everywhere(lambda p: p.save_checkpoint.remote(path, iteration, loss, validation_loss)),
+            patience_seconds=patience_seconds,
+        )
+
     def finish_checkpoints(self, *, patience_seconds: float) -> tuple[SavedCheckpoint, ...]:
         """Wait for the save under way; what became of it."""
         saved = self.collect(

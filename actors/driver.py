@@ -6,14 +6,16 @@ ray job submit -- /path/to/.venv/bin/python -m actors.driver JOB.yaml [--output 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -26,7 +28,7 @@ from actors.job import Job, read_job
 from actors.metrics import Measurements, Row
 from actors.placement import bind_nodes
 from actors.planning import Prepared, make_plan, prepare
-from actors.ray_session import StopSignals, ray_session
+from actors.ray_session import StopSignals, ray_session, stop_seconds
 from actors.run_folder import RunFolder, default_folder
 from actors.save_schedule import SaveSchedule
 from actors.summary import Observer, Silent, Summary, summarize
@@ -79,11 +81,12 @@ def run_job(
         try:
             with ray_session(address):
                 signals.claim()
-                run.train(prepared, equal_batches=equal_batches)
+                run.train(prepared, signals, equal_batches=equal_batches)
         except KeyboardInterrupt:
             run.finish("stopped")
+            saved = "; its state is saved, --resume goes on from it" if run.saved else ""
             raise TrainingStopped(
-                f"stopped after iteration {run.iterations} of {job.training.steps}"
+                f"stopped after iteration {run.iterations} of {job.training.steps}{saved}"
             ) from None
         except TrainingFailed as error:
             run.finish("failed", failure=error)
@@ -126,6 +129,7 @@ class _Run:
         self._rows: list[Row] = []
         self._plan: Plan | None = None
         self._failed_saves = 0
+        self._saved: int | None = None
         self._unwritten: str | None = None
         self._began = time.monotonic()
 
@@ -134,7 +138,12 @@ class _Run:
         """Iterations that have ended, those before a checkpoint that the run began with included."""
         return self._done
 
-    def train(self, prepared: Prepared, *, equal_batches: bool) -> None:
+    @property
+    def saved(self) -> bool:
+        """Whether the state after the last of them is."""
+        return self._saved == self._done
+
+    def train(self, prepared: Prepared, signals: StopSignals, *, equal_batches: bool) -> None:
         """Plan, place, iterate and save, on the Ray that this process is connected to."""
         self._observer.status("planning")
         plan = make_plan(self._job, prepared, equal_batches=equal_batches)
@@ -151,7 +160,8 @@ class _Run:
         with Crew(plan, bound=bound, make_trainer=self._make_trainer) as crew:
             resume_from = self._start.path if self._start else None
             crew.start(prepared.trainer_config(self._job, plan, resume_from=resume_from))
-            self._iterate(crew, plan)
+            with self._holding(signals):
+                self._iterate(crew, plan, signals)
             self._finish_checkpoints(crew)
             self._observer.status("saving weights")
             crew.save_weights(self._folder.weights, patience_seconds=self._patience(plan))
@@ -177,7 +187,24 @@ class _Run:
             self._observer.finished(summary)
         return summary
 
-    def _iterate(self, crew: Crew, plan: Plan) -> None:
+    @contextmanager
+    def _holding(self, signals: StopSignals) -> Iterator[None]:
+        """Within the block a stop waits, for a bounded time, until the state is saved."""
+        seconds = stop_seconds()
+        if not self._saves.on_stop or seconds <= 0:
+            yield
+            return
+        try:
+            with signals.held(seconds=seconds):
+                yield
+        except (TrainingFailed, RayError) as error:
+            if not signals.asked:
+                raise
+            # Whatever failed did so because all of it is being ended, or cannot be gone on with any more.
+            self._observer.status(f"the state could not be saved: {error}")
+            signals.stop()
+
+    def _iterate(self, crew: Crew, plan: Plan, signals: StopSignals) -> None:
         measurements = Measurements(plan)
         first, steps = self._done + 1, self._job.training.steps
 
@@ -188,7 +215,7 @@ class _Run:
         for iteration in range(first, steps + 1):
             patience = self._patience(plan) * self._evaluation_rounds(plan, iteration)
             reports = crew.collect(pending.popleft(), patience_seconds=patience)
-            if iteration + _AHEAD <= steps:
+            if iteration + _AHEAD <= steps and not signals.asked:
                 pending.append(submit(iteration + _AHEAD))
             row = measurements.row(reports)
             self._rows.append(row)
@@ -196,6 +223,26 @@ class _Run:
             self._tell_unwritten(self._folder.append_metrics(row))
             self._observer.iteration(row)
             self._note_saves(reports[0].saved)
+            if signals.asked and not pending:
+                self._save_and_stop(crew, plan, signals)
+
+    def _save_and_stop(self, crew: Crew, plan: Plan, signals: StopSignals) -> NoReturn:
+        """Save the state after the last iteration that was asked for: all pipelines have ended just that one."""
+        row = self._rows[-1]
+        validation = row.get("validation") or {"iteration": None}
+        path = self._saves.path_on_stop(self._done)
+        self._observer.status(f"stopping: saving the state after iteration {self._done}")
+        if path is not None:
+            fresh = validation["iteration"] == self._done
+            crew.save_checkpoint(
+                path,
+                iteration=self._done,
+                loss=_number(row["loss"]),
+                validation_loss=_number(validation["loss"]) if fresh else None,
+                patience_seconds=self._patience(plan),
+            )
+        self._note_saves(crew.finish_checkpoints(patience_seconds=_SAVE_PATIENCE_SECONDS))
+        signals.stop()
 
     def _finish_checkpoints(self, crew: Crew) -> None:
         """Wait for the last save, for which a disk may need long."""
@@ -206,7 +253,10 @@ class _Run:
     def _note_saves(self, saves: Iterable[SavedCheckpoint]) -> None:
         for saved in saves:
             self._tell_unwritten(self._folder.append_save(asdict(saved) | {"path": str(saved.path)}))
-            self._failed_saves += saved.error is not None
+            if saved.error is None:
+                self._saved = saved.iteration
+            else:
+                self._failed_saves += 1
             self._observer.checkpoint(saved)
 
     def _tell_unwritten(self, why: str | None) -> None:
@@ -231,6 +281,11 @@ class _Run:
         seen = max((row["wall_seconds"] for row in self._rows[-10:]), default=0.0)
         expected = max(seen, plan.predicted.iteration_seconds * scale)
         return 2 * self._job.runtime.timeout_seconds + _SLOW_FACTOR * expected
+
+
+def _number(value: float | None) -> float:
+    """A loss as it was before it became JSON."""
+    return math.nan if value is None else value
 
 
 def bound_nodes(plan: Plan) -> Mapping[str, NodeDevices]:

@@ -144,6 +144,9 @@ class Checkpointing(Contract):
         ge=0,
         description="how many of the lowest loss stay besides; with evaluation each is evaluated when it is saved",
     )
+    on_stop: bool = Field(
+        default=True, description="save also when the run is stopped, before it ends; needs `every`"
+    )
     directory: str | None = Field(
         default=None,
         min_length=1,

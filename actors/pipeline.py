@@ -109,6 +109,13 @@ class Pipeline:
                 self._ended = iteration
                 self._turn.notify_all()
 
+    async def save_checkpoint(
+        self, path: StoragePath, iteration: int, loss: float, validation_loss: float | None
+    ) -> Outcome:
+        return await self._everywhere(
+            lambda worker: worker.save_checkpoint.remote(path, iteration, loss, validation_loss)
+        )
+
     async def finish_checkpoints(self) -> Outcome:
         return await self._everywhere(lambda worker: worker.finish_checkpoints.remote())
 

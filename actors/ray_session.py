@@ -7,16 +7,25 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import ray
 from ray.exceptions import AuthenticationError
 
 from planner.errors import UserError
 
+# A user at a terminal waits so long for the state to be saved, or asks again.
+_STOP_SECONDS = 300.0
+# Set by Ray in the environment of a submitted job's driver.
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_RAY_STOP_SECONDS = 3.0
+_END_SECONDS = 8.0
+# One Ctrl-C may come twice, from the terminal and from a program between.
+_DOUBLE_SECONDS = 1.0
 # Weights and activations never pass through Ray; its object store only carries reports.
 _OBJECT_STORE_BYTES = 100 * 1024**2
 EMBEDDED_SETTINGS = {
@@ -93,10 +102,15 @@ class StopSignals:
 
     Ignored, because the first one starts an orderly end that a second must not cut short. Outside the main
     thread, where Python allows no handlers, the block changes nothing.
+
+    Inside `held` the first signal is only noted, in `asked`: the work may end at a point of its own choosing.
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self.asked = False
+        self._asked_at = 0.0
+        self._hold_seconds: float | None = None
+        self._stopped = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -117,7 +131,48 @@ class StopSignals:
                 replaced = signal.signal(number, self._stop)
                 self._previous.setdefault(number, replaced)
 
+    @contextmanager
+    def held(self, *, seconds: float) -> Iterator[None]:
+        """Note the first signal, and raise KeyboardInterrupt only so many seconds after it, or at another Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._late)
+        self._hold_seconds = seconds
+        try:
+            yield
+        finally:
+            self._hold_seconds = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def stop(self) -> NoReturn:
+        """Raise KeyboardInterrupt now; signals that come later are ignored."""
+        self._stopped = True
+        raise KeyboardInterrupt
+
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if not self._asked:
-            self._asked = True
-            raise KeyboardInterrupt
+        if self._stopped:
+            return
+        if self._hold_seconds is None:
+            self.stop()
+        elif not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, self._hold_seconds)
+            # Not by print: the signal may have come in the middle of one.
+            with suppress(OSError):
+                os.write(2, b"stopping after this iteration, with its state saved; Ctrl-C again: at once\n")
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > _DOUBLE_SECONDS:
+            self.stop()
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        if not self._stopped:
+            self.stop()
+
+
+def stop_seconds() -> float:
+    """How long a stop may take until the state of training is saved. Ray kills a job's driver some seconds after it has
+    asked it to stop; of these the actors need some to end."""
+    if _RAY_JOB not in os.environ:
+        return _STOP_SECONDS
+    return float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", _RAY_STOP_SECONDS)) - _END_SECONDS

@@ -28,6 +28,7 @@ class SaveSchedule:
     def __init__(self, settings: Checkpointing, folder: StoragePath, *, steps: int) -> None:
         self._settings, self._folder, self._steps = settings, folder, steps
         self._since = time.monotonic()
+        self._last: int | None = None
 
     @property
     def on(self) -> bool:
@@ -37,8 +38,18 @@ class SaveSchedule:
     def path_after(self, iteration: int) -> StoragePath | None:
         """Where to save after an iteration; None if it is not due. To be asked once an iteration, in order."""
         if self.on and (self._due(iteration) or iteration == self._steps):
+            self._last = iteration
             return checkpoint_path(self._folder, iteration)
         return None
+
+    @property
+    def on_stop(self) -> bool:
+        """Whether a run that is stopped saves before it ends."""
+        return self.on and self._settings.on_stop
+
+    def path_on_stop(self, iteration: int) -> StoragePath | None:
+        """Where to save after an iteration that is to be the last; None if `path_after` had it saved."""
+        return None if iteration == self._last else checkpoint_path(self._folder, iteration)
 
     def check_storage(self) -> None:
         """UserError if the run saves and its folder in other storage cannot be written to."""

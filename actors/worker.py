@@ -34,6 +34,9 @@ class RankTrainer(Protocol):
     """What a worker needs of the engine's Trainer."""
 
     def run_iteration(self, iteration: int, checkpoint: StoragePath | None = None) -> IterationReport: ...
+    def save_checkpoint(
+        self, path: StoragePath, *, iteration: int, loss: float, validation_loss: float | None = None
+    ) -> None: ...
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]: ...
     def evaluate(self, iteration: int) -> Validation: ...
     def save_weights(self, path: Path) -> None: ...
@@ -87,6 +90,16 @@ class Worker:
         """One iteration, counted from 1, after which the state is saved as `checkpoint`. Calls queue up and run
         in the order they were made."""
         return self._attempt(lambda: self._started().run_iteration(iteration, checkpoint))
+
+    def save_checkpoint(
+        self, path: StoragePath, iteration: int, loss: float, validation_loss: float | None
+    ) -> RankFailure | None:
+        """Begin to save the state after the iteration that ended last."""
+        return self._attempt(
+            lambda: self._started().save_checkpoint(
+                path, iteration=iteration, loss=loss, validation_loss=validation_loss
+            )
+        )
 
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...] | RankFailure:
         """Wait for the save under way."""

@@ -16,8 +16,8 @@ from eth_service.ray_jobs import ADDRESS_VARIABLES
 from planner.errors import UserError
 
 _ENVIRONMENT = EMBEDDED_SETTINGS | {
-    # A driver that is asked to stop puts its actors away first; Ray's own three seconds are too few.
-    "RAY_JOB_STOP_WAIT_TIME_S": "20",
+    # A driver that is asked to stop saves its state and puts its actors away; Ray's own three seconds are too few.
+    "RAY_JOB_STOP_WAIT_TIME_S": "60",
     # If the service is killed its Ray never comes back: a driver need not wait a minute for it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }

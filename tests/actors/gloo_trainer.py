@@ -76,6 +76,11 @@ class GlooTrainer:
     def evaluate(self, iteration: int) -> Validation:
         return Validation(iteration=iteration, loss=1.0, samples=1, tokens=1, seconds=0.0)
 
+    def save_checkpoint(
+        self, path: StoragePath, *, iteration: int, loss: float, validation_loss: float | None = None
+    ) -> None:
+        return None
+
     def finish_checkpoints(self) -> tuple[SavedCheckpoint, ...]:
         return ()
 
