@@ -224,7 +224,8 @@ class Job(Contract):
         default=None,
         min_length=1,
         description="first values of the parameters: a Hugging Face folder, a run folder, its"
-        " weights.safetensors or one of its checkpoints; null draws them by the seed",
+        " weights.safetensors or one of its checkpoints, by path or URL (`s3://bucket/folder`); null draws"
+        " them by the seed",
     )
     data: Data
     training: Training
@@ -326,9 +327,11 @@ class Job(Contract):
         """A path of the data section from anywhere."""
         return placed(self.base, path)
 
-    def weights_path(self) -> Path | None:
-        """Where the first values come from."""
-        return None if self.weights is None else Path(self.base, self.weights).expanduser()
+    def weights_path(self) -> StoragePath | None:
+        """Where the first values come from. UserError for a URL that cannot be it."""
+        if self.weights is None or "://" not in self.weights:
+            return None if self.weights is None else Path(self.base, self.weights).expanduser()
+        return storage_path(self.weights, base=self.base, field="weights")
 
     def checkpoint_folder(self, run_folder: Path) -> StoragePath:
         """Where the checkpoints of a run lie. UserError for a URL that cannot be it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checkpoints import is_checkpoint_folder
+from actors.storage import StoragePath
 from planner.errors import UserError
 
 KEPT_FOLDER = "hugging-face"
@@ -29,23 +30,23 @@ _TOKENIZER = (
 _OTHERS = (CONFIG, "generation_config.json")
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
+def tokenizer_files(folder: StoragePath) -> list[StoragePath]:
     """The files of a folder that a tokenizer is loaded from."""
     return _matching(folder, _TOKENIZER)
 
 
-def is_tokenizer_file(file: Path) -> bool:
+def is_tokenizer_file(file: StoragePath) -> bool:
     """Whether a tokenizer is loaded from a file of such a name."""
     return any(fnmatch(file.name, pattern) for pattern in _TOKENIZER)
 
 
-def model_files(weights: Path) -> list[Path]:
+def model_files(weights: StoragePath) -> list[StoragePath]:
     """Files beside weights that are not weights. `weights` is what a job may name: a Hugging Face folder or one of
     `eth import`, a run folder, a checkpoint in one, or a weights.safetensors in either."""
     return _matching(_folder_of(weights), (*_OTHERS, *_TOKENIZER))
 
 
-def original_config(weights: Path) -> dict[str, Any] | None:
+def original_config(weights: StoragePath) -> dict[str, Any] | None:
     """The config.json that a model came with; None if there is none. UserError if it is no JSON object."""
     file = _folder_of(weights) / CONFIG
     if not file.exists():
@@ -59,11 +60,12 @@ def original_config(weights: Path) -> dict[str, Any] | None:
     return found
 
 
-def copy_files(files: Iterable[Path], target: Path) -> None:
-    """Copy files into a folder, which is made if there are any."""
+def copy_files(files: Iterable[StoragePath], target: Path) -> None:
+    """Copy files into a local folder, which is made if there are any."""
     for file in files:
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target / file.name)
+        with file.open("rb") as source, (target / file.name).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def copy_tokenizer(named: Path, target: Path) -> None:
@@ -86,13 +88,23 @@ def copy_tokenizer(named: Path, target: Path) -> None:
         shutil.copyfile(file, kept)
 
 
-def _folder_of(weights: Path) -> Path:
-    folder = weights.parent if weights.is_file() else weights
+def is_weight_file(path: StoragePath) -> bool:
+    """Whether weights are named by their file and not by its folder. Other storage is not asked: its folders have other
+    names."""
+    return path.is_file() if isinstance(path, Path) else path.name.endswith(".safetensors")
+
+
+def _folder_of(weights: StoragePath) -> StoragePath:
+    folder = weights.parent if is_weight_file(weights) else weights
     if is_checkpoint_folder(folder):
         folder = folder.parent.parent
     kept = folder / KEPT_FOLDER
     return kept if kept.is_dir() else folder
 
 
-def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+def _matching(folder: StoragePath, patterns: Iterable[str]) -> list[StoragePath]:
+    chosen = tuple(patterns)
+    if isinstance(folder, Path) and not folder.is_dir():
+        return []
+    named = (file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in chosen))
+    return sorted((file for file in named if not file.is_dir()), key=str)

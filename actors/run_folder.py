@@ -119,7 +119,7 @@ class RunFolder:
         data = job.model_dump(mode="json", exclude_defaults=True)
         data["data"] = with_paths(data["data"], lambda _, value: str(job.placed(value).resolve()))
         if (weights := job.weights_path()) is not None:
-            data["weights"] = str(weights.resolve())
+            data["weights"] = str(weights.resolve() if isinstance(weights, Path) else weights)
         if job.checkpoint.directory is not None:
             data["checkpoint"]["directory"] = str(job.checkpoint_folder(self.path))
         self._write("job.yaml", yaml.safe_dump(data, sort_keys=False))

@@ -11,7 +11,7 @@ from actors.storage import StoragePath
 from planner.errors import UserError
 
 
-def run_weights(run: Path, *, checkpoint: int | None = None) -> Path:
+def run_weights(run: Path, *, checkpoint: int | None = None) -> StoragePath:
     """The final weights of a run folder, or its checkpoint after an iteration. UserError, with what there is, if there
     are none."""
     if not (run / "job.yaml").is_file():
@@ -23,13 +23,7 @@ def run_weights(run: Path, *, checkpoint: int | None = None) -> Path:
     if checkpoint is not None:
         if checkpoint not in kept:
             raise UserError(f"--checkpoint {checkpoint}: {run} holds {_told(kept)}; name one that is there")
-        path = kept[checkpoint]
-        if not isinstance(path, Path):
-            raise UserError(
-                f"--checkpoint {checkpoint}: {path} is not on this host; copy it into {run / 'checkpoints'} and remove"
-                " checkpoint.directory from the run's job.yaml"
-            )
-        return path
+        return kept[checkpoint]
     final = run / "weights.safetensors"
     if not final.exists():
         remedy = f"name one with --checkpoint ({_told(kept)})" if kept else "name a run that has ended"

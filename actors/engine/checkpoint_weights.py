@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from actors.checkpoints import model_difference, read_manifest
@@ -11,6 +9,7 @@ from actors.engine.checkpoint import load_slices
 from actors.engine.state_slices import StateSlice, parameter_key
 from actors.engine.weight_files import padded_shard
 from actors.engine.weights import DTYPES
+from actors.storage import StoragePath
 from planner.errors import UserError
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter
@@ -19,7 +18,7 @@ from planner.parameters import Parameter
 class CheckpointWeights:
     """The weights of a model in a checkpoint, whatever plan wrote it. UserError if it is another model's."""
 
-    def __init__(self, path: Path, model: ModelSpec) -> None:
+    def __init__(self, path: StoragePath, model: ModelSpec) -> None:
         manifest = read_manifest(path)
         if (difference := model_difference(model, manifest.model)) is not None:
             raise UserError(

@@ -66,7 +66,7 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     keep_best_checkpoints: int = 0
     resume_from: StoragePath | None = None
-    weights: Path | None = None
+    weights: StoragePath | None = None
 
 
 class Trainer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from actors.checkpoints import is_checkpoint_folder
 from actors.engine.hugging_face import from_theirs, their_shapes, their_tensor
+from actors.engine.remote_tensors import RemoteTensors
+from actors.model_files import is_weight_file
+from actors.storage import RemotePath, StoragePath, unusable
 from planner.errors import UserError
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter, model_parameters
@@ -42,19 +44,22 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(path: Path, model: ModelSpec) -> Weights:
+def open_weights(path: StoragePath, model: ModelSpec) -> Weights:
     """The weights in a run folder, a weights.safetensors, a Hugging Face folder or a checkpoint.
 
-    UserError where they are not whole, or not of this model.
+    UserError where they are not whole, or not of this model, or cannot be reached.
     """
-    if is_checkpoint_folder(path):
-        from actors.engine.checkpoint_weights import CheckpointWeights
+    try:
+        if is_checkpoint_folder(path):
+            from actors.engine.checkpoint_weights import CheckpointWeights
 
-        return CheckpointWeights(path, model)
-    return WeightFiles(path, model)
+            return CheckpointWeights(path, model)
+        return WeightFiles(path, model)
+    except OSError as error:
+        raise unusable(path, error, field="weights") from None
 
 
-def check_weights(path: Path, model: ModelSpec) -> None:
+def check_weights(path: StoragePath, model: ModelSpec) -> None:
     """UserError unless `path` holds weights of a model, by what the files say of themselves alone."""
     open_weights(path, model)
 
@@ -73,15 +78,16 @@ def padded_shard(parameter: Parameter, part: torch.Tensor, *, tp: int) -> torch.
 class WeightFiles:
     """The weights of a model in safetensors files; nothing is read but what is asked for.
 
-    `path` is a run folder, a weights.safetensors, or a Hugging Face folder of GPT-2 or LLaMA. Raises UserError
+    `path` is a run folder, a weights.safetensors, or a Hugging Face folder of GPT-2 or LLaMA, on a disk or in other
+    storage. Raises UserError
     where files are missing or cannot be read, or a tensor is missing or has another shape.
     """
 
-    def __init__(self, path: Path, model: ModelSpec) -> None:
+    def __init__(self, path: StoragePath, model: ModelSpec) -> None:
         self._path, self._model = path, model
         self.ours = _is_ours(path)
         self._files = _files_by_tensor(path)
-        self._open: dict[Path, Any] = {}
+        self._open: dict[StoragePath, Any] = {}
         expected: Shapes = (
             {parameter.name: parameter.shape for parameter in model_parameters(model)}
             if self.ours
@@ -166,20 +172,21 @@ class WeightFiles:
             ) from None
 
 
-def _is_ours(path: Path) -> bool:
-    return path.is_file() or (path / OUR_FILE).exists()
+def _is_ours(path: StoragePath) -> bool:
+    return is_weight_file(path) or (path / OUR_FILE).exists()
 
 
-def _files_by_tensor(path: Path) -> dict[str, Path]:
+def _files_by_tensor(path: StoragePath) -> dict[str, StoragePath]:
     """Which file holds each tensor."""
+    files: list[StoragePath]
     if not path.exists():
         raise UserError(f"weights = {str(path)!r} does not exist; give a run folder or a Hugging Face folder")
     if _is_ours(path):
-        files = [path if path.is_file() else path / OUR_FILE]
+        files = [path if is_weight_file(path) else path / OUR_FILE]
     elif (index := path / INDEX).exists():
         return _indexed(index)
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted((file for file in path.iterdir() if file.name.endswith(".safetensors")), key=str)
     if not files:
         raise UserError(
             f"weights = {str(path)!r} holds no .safetensors file; save the model as safetensors first"
@@ -187,22 +194,24 @@ def _files_by_tensor(path: Path) -> dict[str, Path]:
     return {name: file for file in files for name in _opened(file).keys()}  # noqa: SIM118
 
 
-def _indexed(index: Path) -> dict[str, Path]:
+def _indexed(index: StoragePath) -> dict[str, StoragePath]:
     """Which file holds each tensor, as the index says; UserError if a file is not there."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: index.parent / file for name, file in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is no index of weights ({error!r}); download it again") from None
-    for file in sorted(set(files.values())):
+    for file in sorted(set(files.values()), key=str):
         if not file.exists():
             held = sum(other == file for other in files.values())
             raise UserError(f"{file} is missing: {index.name} says that it holds {held} tensors; download it")
     return files
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: StoragePath) -> Any:
     try:
+        if isinstance(file, RemotePath):
+            return RemoteTensors(file)
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(

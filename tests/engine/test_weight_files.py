@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from actors.engine.conversion import export_hugging_face, import_hugging_face
 from actors.engine.live_memory import LiveTensors
 from actors.engine.trainer import TrainerConfig
 from actors.engine.weight_files import WeightFiles, Weights, check_weights, open_weights
+from actors.model_files import copy_files, model_files
+from actors.storage import RemotePath
 from planner.errors import UserError
 from planner.model_spec import ModelSpec, resolve_model
 from planner.parameters import model_parameters
@@ -23,6 +26,7 @@ from planner.plan import Plan
 from tests.engine.law_plans import plan_of
 from tests.engine.rank_pool import RankPool
 from tests.engine.rank_training import start_and_save, training_of, write_tokens
+from tests.object_storage import BUCKET, ObjectStorage
 
 GPT2 = GPT2Config(n_layer=2, n_embd=48, n_head=12, vocab_size=257, n_positions=16)
 LLAMA = LlamaConfig(
@@ -68,7 +72,7 @@ def assert_same_shards(one: Weights, other: Weights, model: ModelSpec) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_under_an_unlike_plan_keeps_every_bit(
-    rank_pool: RankPool, tmp_path: Path, name: str
+    rank_pool: RankPool, storage: ObjectStorage, tmp_path: Path, name: str
 ) -> None:
     folder = saved(tmp_path, name, shard="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -93,6 +97,8 @@ def test_a_round_trip_under_an_unlike_plan_keeps_every_bit(
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert all(torch.equal(before[key], saved_then[key]) for key in before)
     assert_same_shards(open_weights(ours, model), open_weights(checkpoint, model), model)
+    far = uploaded(storage, checkpoint.parent) / checkpoint.name
+    assert_same_shards(open_weights(far, model), open_weights(checkpoint, model), model)
     with pytest.raises(UserError, match="is of another model than narrow: its heads is 12, not 6"):
         open_weights(checkpoint, model.model_copy(update={"name": "narrow", "heads": 6}))
 
@@ -119,6 +125,60 @@ def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     assert resolve_model(str(out)).model_copy(update={"name": model.name}) == model
+
+
+def uploaded(storage: ObjectStorage, folder: Path) -> RemotePath:
+    """A folder and all below it, as it lies in an object store."""
+    prefix = uuid.uuid4().hex
+    for file in folder.rglob("*"):
+        if file.is_file():
+            storage.put(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
+    return RemotePath(f"s3://{BUCKET}/{prefix}")
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+def test_weights_in_an_object_store_are_read_as_those_on_a_disk(
+    storage: ObjectStorage, tmp_path: Path, name: str
+) -> None:
+    folder = saved(tmp_path, name, shard="40KB", dtype=torch.bfloat16)
+    (folder / "tokenizer.json").write_text("{}")
+    model = resolve_model(str(folder))
+    import_hugging_face(folder, folder / "ours", model)
+    far = uploaded(storage, folder)
+    assert_same_shards(open_weights(far, model), open_weights(folder, model), model)
+    for ours in (far / "ours", far / "ours" / "weights.safetensors"):
+        assert_same_shards(open_weights(ours, model), open_weights(folder / "ours", model), model)
+    export_hugging_face(open_weights(far, model), tmp_path, model, shard_bytes=10**9, say=lambda text: None)
+    assert all(torch.equal(tensor, tensors_of(folder)[key]) for key, tensor in tensors_of(tmp_path).items())
+    copy_files(model_files(far), tmp_path / "kept")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()}
+    assert kept == {file.name: (folder / file.name).read_bytes() for file in model_files(folder)}
+    assert {"config.json", "tokenizer.json"} <= kept.keys()
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("truncated", "model.safetensors cannot be read as safetensors"),
+        ("integers", "model.norm.weight is stored as I8, but only F32, BF16, F16 are read"),
+        ("no shard", ".safetensors is missing: model.safetensors.index.json says that it holds"),
+        ("wrong shard", ", but model.safetensors.index.json says so; download both again"),
+        ("index", "is no index of weights"),
+        ("no files", "holds no .safetensors file"),
+    ],
+)
+def test_what_is_wrong_in_an_object_store_is_named(
+    storage: ObjectStorage, tmp_path: Path, how: str, told: str
+) -> None:
+    path, model = spoilt(tmp_path, how)
+    with pytest.raises(UserError) as caught:
+        check_weights(uploaded(storage, path), model)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_object_store_that_holds_no_weights_is_said(storage: ObjectStorage) -> None:
+    with pytest.raises(UserError, match=r"weights = .* does not exist"):
+        check_weights(RemotePath(f"s3://{BUCKET}/{uuid.uuid4().hex}"), resolve_model("gpt3-nano"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -255,5 +255,6 @@ def test_a_run_s_own_place_is_found(
     }
     (tmp_path / "job.yaml").write_text(json.dumps(data))
     assert eth(capsys, "list", tmp_path)[1].startswith(str(checkpoint_path(place, 10)))
-    with pytest.raises(UserError, match=rf"--checkpoint 10: {place}.* is not on this host; copy it into"):
-        run_weights(tmp_path, checkpoint=10)
+    assert run_weights(tmp_path, checkpoint=10) == checkpoint_path(place, 10)
+    with pytest.raises(UserError, match=r"--checkpoint 11: .* holds the checkpoints after iteration 10"):
+        run_weights(tmp_path, checkpoint=11)
