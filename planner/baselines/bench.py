@@ -16,10 +16,9 @@ from planner.baselines.memory_savers import Zero, ZeroStage, zero_order
 from planner.baselines.seats import seat
 from planner.baselines.sketch import Chain, Settled, Sketch
 from planner.baselines.splits import LayerPlan, Splitter
-from planner.cost.memory import MemoryModel
+from planner.cost.models import CostModels
 from planner.cost.plan_memory import check_memory
 from planner.cost.price import with_prediction
-from planner.cost.stages import StageCost
 from planner.errors import UserError
 from planner.local_batches import Pace
 from planner.plan import PipelinePlan, Plan, StagePlan
@@ -86,18 +85,20 @@ class Bench:
         request: PlanRequest,
         *,
         profile: ProfileTable,
+        models: CostModels | None = None,
         types: Collection[str] | None = None,
         offer: Offer = ignore,
         budget: Budget | None = None,
         by_position: bool = False,
     ) -> None:
-        """`types` are those to use, None means all; `offer` is told of every plan that is priced; `by_position`:
-        stages whose TP can cut activations by position do."""
+        """`models` are those of the request, if there are some already; `types` are those to use, None means all;
+        `offer` is told of every plan that is priced; `by_position`: stages whose TP can cut activations by position
+        do."""
         self._offer = offer
         self.request = request
         self.profile = profile
-        self.cost = StageCost.of_request(request, profile=profile)
-        self.memory = MemoryModel.of_request(request)
+        self.models = models or CostModels.of_request(request, profile=profile)
+        self.cost, self.memory = self.models.cost, self.models.memory
         self.layers = request.model.layers
         self.counts = {
             type_: count for type_, count in request.cluster.counts.items() if types is None or type_ in types
@@ -107,7 +108,7 @@ class Bench:
         self._splits = Splitter(
             self.cost,
             self.memory,
-            recompute=request.recompute,
+            recompute=self.models.recompute if request.recompute else None,
             by_position=by_position,
             upper=self.budget.upper * _NEAR_UPPER,
         )
@@ -311,7 +312,7 @@ class Bench:
 
     def price(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
-        priced = with_prediction(plan, profile=self.profile)
+        priced = with_prediction(plan, cost=self.cost)
         self.priced_count += 1
         self._offer(priced)
         return priced

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from planner.baselines.bench import Bench, Budget
 from planner.baselines.forms import Form, filled, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
+from planner.cost.models import CostModels
 from planner.local_batches import Pace, equal_shares
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -41,11 +42,12 @@ def plan(
     *,
     profile: ProfileTable,
     progress: Callable[[str], None],
+    models: CostModels | None = None,
     offer: Offer = ignore,
     budget: Budget | None = None,
 ) -> Plan:
     """The best such pipelines. UserError if none fit."""
-    bench = Bench(request, profile=profile, offer=offer, budget=budget)
+    bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
     batch = request.global_batch_size
 
     def settle(sketch: Sketch) -> Settled | None:

@@ -57,16 +57,16 @@ class Splitter:
         cost: StageCost,
         memory: MemoryModel,
         *,
-        recompute: bool,
+        recompute: RecomputeModel | None,
         by_position: bool = False,
         upper: float = float("inf"),
     ) -> None:
-        """Splits that take `upper` seconds by Eq. 1 are of no use, and given up on. `by_position`: stages whose TP
-        can cut activations by position do."""
+        """`recompute` None: nothing is recomputed. Splits that take `upper` seconds by Eq. 1 are of no use, and given
+        up on. `by_position`: stages whose TP can cut activations by position do."""
         self._upper, self._by_position = upper, by_position
         self.cost, self.memory = cost, memory
         self.layers = cost.model.layers
-        self._recompute = RecomputeModel(cost, memory) if recompute else None
+        self._recompute = recompute
         self._layer_seconds: dict[Form, float] = {}
         self._tables: dict[tuple[Form, bool, bool], tuple[float, ...]] = {}
         self._caps: dict[tuple[Role, int, bool], int] = {}

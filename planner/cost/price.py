@@ -49,12 +49,19 @@ def transfer_seconds(plan: Plan, *, sender: str, receiver: str, message_bytes: f
     return plan.cluster.link(sender, receiver).seconds(message_bytes)
 
 
-def price_plan(plan: Plan, *, profile: ProfileTable | None = None, ways: Sequence[Way] = WAYS) -> Predicted:
+def price_plan(
+    plan: Plan,
+    *,
+    profile: ProfileTable | None = None,
+    ways: Sequence[Way] = WAYS,
+    cost: StageCost | None = None,
+) -> Predicted:
     """What a plan is expected to take, stage by stage. The profile is the analytic one unless given.
 
-    Other systems' runs may exchange activations in fewer `ways` than the engine knows.
+    Other systems' runs may exchange activations in fewer `ways` than the engine knows. `cost` stands for both, if
+    there is one of the plan's request already.
     """
-    cost = StageCost.of_plan(plan, profile=profile, ways=ways)
+    cost = cost or StageCost.of_plan(plan, profile=profile, ways=ways)
     stages = [pipeline_stages(plan, index, cost) for index in range(len(plan.pipelines))]
     ends = [
         stage_end_seconds([stage.step for stage in pipeline], micro_batches=planned.micro_batches)
@@ -78,9 +85,11 @@ def price_plan(plan: Plan, *, profile: ProfileTable | None = None, ways: Sequenc
     )
 
 
-def with_prediction(plan: Plan, *, profile: ProfileTable | None = None) -> Plan:
-    """The same plan with `predicted` filled."""
-    return plan.model_copy(update={"predicted": price_plan(plan, profile=profile)})
+def with_prediction(
+    plan: Plan, *, profile: ProfileTable | None = None, cost: StageCost | None = None
+) -> Plan:
+    """The same plan with `predicted` filled (`price_plan`)."""
+    return plan.model_copy(update={"predicted": price_plan(plan, profile=profile, cost=cost)})
 
 
 def pipeline_stages(plan: Plan, pipeline: int, cost: StageCost) -> list[StageSeconds]:

@@ -12,19 +12,17 @@ from dataclasses import replace
 
 from planner.cost.layer_flow import Recompute, recompute_of
 from planner.cost.memory import StageLoad
+from planner.cost.models import CostModels
 from planner.cost.plan_memory import PlanMemory
-from planner.cost.recompute import RecomputeModel
 from planner.cost.stage_shape import stage_shape
-from planner.cost.stages import StageCost
 from planner.operators import cuts_positions
 from planner.plan import PipelinePlan, Plan, StagePlan
-from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 
 
-def cut_by_position(plan: Plan, request: PlanRequest, profile: ProfileTable) -> tuple[PipelinePlan, ...]:
+def cut_by_position(plan: Plan, request: PlanRequest, models: CostModels) -> tuple[PipelinePlan, ...]:
     """The plan's pipelines, themselves where nothing is to be gained."""
-    chooser = _Chooser(plan, request, profile)
+    chooser = _Chooser(plan, request, models)
     pipelines = []
     for index, pipeline in enumerate(plan.pipelines):
         stages = tuple(chooser.best(index, number) for number in range(len(pipeline.stages)))
@@ -37,11 +35,10 @@ def cut_by_position(plan: Plan, request: PlanRequest, profile: ProfileTable) -> 
 class _Chooser:
     """Stages of one plan; those alike are worked out once."""
 
-    def __init__(self, plan: Plan, request: PlanRequest, profile: ProfileTable) -> None:
+    def __init__(self, plan: Plan, request: PlanRequest, models: CostModels) -> None:
         self._plan, self._request = plan, request
-        self._cost = StageCost.of_request(request, profile=profile)
+        self._cost, self._recompute = models.cost, models.recompute
         self._memory = PlanMemory(plan)
-        self._recompute = RecomputeModel(self._cost, self._memory.model)
         self._known: dict[object, tuple[bool, Recompute] | None] = {}
 
     def best(self, pipeline: int, number: int) -> StagePlan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from planner.cost.models import CostModels
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -38,7 +39,10 @@ def plan(
         request = request.model_copy(update={"sequence_parallel": False})
     if not control.options.on("exact"):
         return paper.plan(request, profile=profile, control=control, offer=offer)
-    found = _proposed(request, profile=profile, progress=progress, offer=offer, control=control)
+    models = CostModels.of_request(request, profile=profile)
+    found = _proposed(
+        request, profile=profile, models=models, progress=progress, offer=offer, control=control
+    )
     if control.should_stop():
         return found
     started = time.thread_time()
@@ -47,7 +51,7 @@ def plan(
     def refined(plan: Plan) -> Plan:
         nonlocal used
         budget = EvaluationBudget(_refining(request, control), control)
-        better = refine_plan(plan, request, profile=profile, budget=budget, offer=offer)
+        better = refine_plan(plan, request, profile=profile, models=models, budget=budget, offer=offer)
         used += budget.used
         assert iteration_seconds(better) <= iteration_seconds(plan)
         return better
@@ -58,7 +62,9 @@ def plan(
     peers_started = time.thread_time()
     if control.options.on("peers"):
         upper = iteration_seconds(best)
-        others = peer_plans(request, profile=profile, progress=progress, offer=offer, upper=upper)
+        others = peer_plans(
+            request, profile=profile, models=models, progress=progress, offer=offer, upper=upper
+        )
         if others:
             best, found_by = refined(others[-1]), others[-1].strategy
             improved = iteration_seconds(best) < iteration_seconds(others[-1])
@@ -85,6 +91,7 @@ def _proposed(
     request: PlanRequest,
     *,
     profile: ProfileTable,
+    models: CostModels,
     progress: Callable[[str], None],
     offer: Offer,
     control: SearchControl,
@@ -92,10 +99,10 @@ def _proposed(
     """The exact solver's plan; where it finds none that fits, the best of the peers'."""
     started = time.thread_time()
     try:
-        return exact.plan(request, profile=profile, progress=progress, offer=offer)
+        return exact.plan(request, profile=profile, models=models, progress=progress, offer=offer)
     except UserError:
         others = (
-            peer_plans(request, profile=profile, progress=progress, offer=offer)
+            peer_plans(request, profile=profile, models=models, progress=progress, offer=offer)
             if control.options.on("peers")
             else []
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from planner.cost.models import CostModels
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -25,6 +26,7 @@ def peer_plans(
     request: PlanRequest,
     *,
     profile: ProfileTable,
+    models: CostModels | None = None,
     progress: Callable[[str], None],
     offer: Offer,
     upper: float | None = None,
@@ -47,6 +49,7 @@ def peer_plans(
             plan = modules[name].plan(
                 request.model_copy(update={"strategy": name}),
                 profile=profile,
+                models=models,
                 progress=progress,
                 offer=offer,
                 budget=budget,

@@ -10,6 +10,7 @@ from planner.cost.memory import StageLoad
 from planner.cost.plan_memory import PlanMemory
 from planner.cost.price import with_prediction
 from planner.cost.recompute import RecomputeModel
+from planner.cost.stages import StageCost
 from planner.local_batches import allocate, equal_shares
 from planner.operators import cuts_positions
 from planner.plan import PipelinePlan, Plan, StagePlan
@@ -29,13 +30,14 @@ class Assembler:
         pool: Pool,
         profile: ProfileTable,
         *,
+        cost: StageCost,
         recompute: RecomputeModel | None,
         zero_stage: Literal[0, 1, 2],
         by_position: bool = False,
     ) -> None:
         """`recompute` None: nothing is recomputed; `by_position`: stages whose TP can cut activations by position
         do."""
-        self._request, self._pool, self._profile = request, pool, profile
+        self._request, self._pool, self._profile, self._cost = request, pool, profile, cost
         self._recompute, self._zero_stage, self._by_position = recompute, zero_stage, by_position
         self._fewest: dict[tuple[tuple[str, StageLoad], ...], Recompute | None] = {}
         self.count = 0
@@ -89,7 +91,7 @@ class Assembler:
         )
         self.count += 1
         fitting = self._fitting(plan)
-        return with_prediction(fitting, profile=self._profile) if fitting else None
+        return with_prediction(fitting, cost=self._cost) if fitting else None
 
     def _fitting(self, plan: Plan) -> Plan | None:
         """The plan with the fewest recomputed operators for its true micro-batches in flight."""

@@ -9,9 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from planner.cost.memory import MemoryModel
-from planner.cost.recompute import RecomputeModel
-from planner.cost.stages import StageCost
+from planner.cost.models import CostModels
 from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
@@ -96,19 +94,21 @@ class ExactSolver:
         *,
         profile: ProfileTable | None = None,
         micro_batch_sizes: Sequence[int] | None = None,
+        models: CostModels | None = None,
         offer: Offer = ignore,
         progress: Callable[[str], None] = _quiet,
     ) -> None:
-        """`progress` is told, often, what is going on; what it raises ends the search (`search/stopping.py`)."""
+        """`models` are those of the request, if there are some already. `progress` is told, often, what is going on;
+        what it raises ends the search (`search/stopping.py`)."""
         self.request = request
         self._offer, self._progress, self._doing = offer, progress, ""
         self.profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
         sizes = micro_batch_sizes or default_micro_batch_sizes(len(request.cluster.devices))
         self.sizes = [size for size in sizes if size <= request.global_batch_size]
-        self.cost = StageCost.of_request(request, profile=self.profile)
+        models = models or CostModels.of_request(request, profile=self.profile)
+        self.cost, self.memory = models.cost, models.memory
         self.figures = StageFigures(self.cost)
-        self.memory = MemoryModel.of_request(request)
-        self.recompute = RecomputeModel(self.cost, self.memory) if request.recompute else None
+        self.recompute = models.recompute if request.recompute else None
         self._by_position = False
         self._chains, self._chains_of = ChainPool(), Pool(())
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
@@ -207,6 +207,7 @@ class ExactSolver:
             self.request,
             pool,
             self.profile,
+            cost=self.cost,
             recompute=self.recompute,
             zero_stage=zero_stage,
             by_position=self._by_position,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.cost.models import CostModels
 from planner.cost.price import with_prediction
 from planner.errors import UserError
 from planner.plan import Bound, Plan, Predicted
@@ -47,12 +48,17 @@ class Clock:
 
 
 def plan(
-    request: PlanRequest, *, profile: ProfileTable, progress: Callable[[str], None], offer: Offer = ignore
+    request: PlanRequest,
+    *,
+    profile: ProfileTable,
+    progress: Callable[[str], None],
+    models: CostModels | None = None,
+    offer: Offer = ignore,
 ) -> Plan:
     """The strategy: a priced Plan with its bound and `search` statistics. UserError if nothing fits."""
     clock = Clock.start()
     progress("pricing devices and pipelines")
-    solver = ExactSolver(request, profile=profile, offer=offer, progress=progress)
+    solver = ExactSolver(request, profile=profile, models=models, offer=offer, progress=progress)
     solution = solver.solve()
     found = [solution.plan] if solution else []
     statistics: dict[str, object] = {"coarse": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.cost.models import CostModels
 from planner.cost.price import check_memory, with_prediction
 from planner.errors import UserError
 from planner.local_batches import allocate
@@ -32,16 +33,24 @@ def refine_plan(
     *,
     profile: ProfileTable,
     budget: EvaluationBudget,
+    models: CostModels | None = None,
     offer: Offer = ignore,
 ) -> Plan:
     """The plan, or a better one of the same stages' devices. The budget must be limited."""
-    return _Refiner(request, profile, budget, offer).refined(plan)
+    models = models or CostModels.of_request(request, profile=profile)
+    return _Refiner(request, profile, models, budget, offer).refined(plan)
 
 
 class _Refiner:
     def __init__(
-        self, request: PlanRequest, profile: ProfileTable, budget: EvaluationBudget, offer: Offer
+        self,
+        request: PlanRequest,
+        profile: ProfileTable,
+        models: CostModels,
+        budget: EvaluationBudget,
+        offer: Offer,
     ) -> None:
+        self._models = models
         self._request, self._profile, self._budget, self._offer = request, profile, budget, offer
         self._pool = every_pool(request.cluster, request.model)
         self._kind_of = {kind.type: index for index, kind in enumerate(self._pool.kinds)}
@@ -52,6 +61,7 @@ class _Refiner:
             self._request,
             self._pool,
             profile=self._profile,
+            models=self._models,
             pipelines=count,
             zero_stage=plan.zero_stage,
             by_position=self._request.sequence_parallel,
@@ -62,7 +72,7 @@ class _Refiner:
         each = max(1, int(left * _FOR_MOVES) // len(groups))
         plan = self._better(plan, plan.pipelines)
         if self._request.sequence_parallel:
-            plan = self._better(plan, cut_by_position(plan, self._request, self._profile))
+            plan = self._better(plan, cut_by_position(plan, self._request, self._models))
         for members in groups:
             tuned = self._tuned(plan.pipelines[members[0]], shop, evaluations=each)
             if tuned is None:
@@ -181,7 +191,7 @@ class _Refiner:
             check_memory(other)
         except UserError:
             return None
-        return with_prediction(other, profile=self._profile)
+        return with_prediction(other, cost=self._models.cost)
 
 
 def _alike(plan: Plan) -> list[list[int]]:

@@ -12,10 +12,10 @@ from planner.cost.exchange import Replica
 from planner.cost.gradient import update_bytes_per_value
 from planner.cost.held import held_values
 from planner.cost.layer_flow import Recompute
-from planner.cost.memory import MemoryModel, StageLoad
-from planner.cost.recompute import FloatArray, RecomputeModel
+from planner.cost.memory import StageLoad
+from planner.cost.models import CostModels
+from planner.cost.recompute import FloatArray
 from planner.cost.stage_shape import StageShape
-from planner.cost.stages import StageCost
 from planner.cost.zero import search_zero_ways
 from planner.operators import cuts_positions
 from planner.profile.analytic import PRECISION_BYTES
@@ -74,6 +74,7 @@ class StageShop:
         pool: Pool,
         *,
         profile: ProfileTable,
+        models: CostModels | None = None,
         pipelines: int,
         zero_stage: int = 0,
         by_position: bool = False,
@@ -81,9 +82,8 @@ class StageShop:
         self._by_position = by_position
         self.request, self.pool, self.pipelines, self.zero_stage = request, pool, pipelines, zero_stage
         self.layers = request.model.layers
-        self.cost = StageCost.of_request(request, profile=profile)
-        self.memory = MemoryModel.of_request(request)
-        self._recompute = RecomputeModel(self.cost, self.memory)
+        models = models or CostModels.of_request(request, profile=profile)
+        self.cost, self.memory, self._recompute = models.cost, models.memory, models.recompute
         self._expected = Expected(request.cluster, pool, self.cost.row_bytes)
         self._choices: dict[tuple[Vector, int, int], StageChoice | None] = {}
         self._figures: dict[StageKey, StageFigures | None] = {}
