@@ -210,9 +210,25 @@ def measure(
     """All that one rank measures."""
     trainer = Trainer(config=config, rank=rank, store=store)
     measuring = Rank(trainer, store, folder, world_size=world_size)
-    found = [measuring.turn() for _ in range(turns)]
+    found = []
+    for _ in range(turns):
+        found.append(measuring.turn())
+        if rank == 0:
+            print(told(found[-1]), flush=True)
     trainer.close()
     return RankTurns(measuring.own_peak_bytes, measuring.first_pause_seconds, found)
+
+
+def told(turn: Turn) -> str:
+    """A turn's iterations in a line."""
+    means = {
+        name: [statistics.mean(getattr(stretch, name)) for stretch in (turn.saving, turn.quiet, turn.again)]
+        for name in ("own", "wall")
+    }
+    own, wall = (", ".join(f"{mean:.3f}" for mean in means[name]) for name in ("own", "wall"))
+    return (
+        f"{len(turn.saving.wall)} iterations while saving, without and again: {own} s (by the clock {wall} s)"
+    )
 
 
 def plan_of(shape: Shape, ranks: int) -> Plan:
@@ -273,15 +289,6 @@ def main() -> None:
             keep_checkpoints=1,
         )
         by_rank = run_ranks(measure, options.ranks, config, Path(made, "checkpoints"), options.turns)
-    for turn in by_rank[0].turns:
-        own, wall = (
-            [statistics.mean(getattr(stretch, name)) for stretch in (turn.saving, turn.quiet, turn.again)]
-            for name in ("own", "wall")
-        )
-        print(
-            f"{len(turn.saving.wall)} iterations while saving, without and again:"
-            f" {own[0]:.3f}, {own[1]:.3f}, {own[2]:.3f} s (by the clock {wall[0]:.3f}, {wall[1]:.3f}, {wall[2]:.3f} s)"
-        )
     found = figures(by_rank)
     rounded = {
         name: [round(one, 4) for one in value] if isinstance(value, tuple) else round(value, 4)

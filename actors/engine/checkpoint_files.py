@@ -20,6 +20,9 @@ from actors.checkpoints import FileSum
 from actors.storage import RemotePath, StoragePath, rename
 
 METADATA = ".metadata"
+# What is summed is still in the processor's cache when it is written; and for larger writes Linux looks for larger runs
+# of free memory, which may take it several times as long as the writing.
+_PIECE_BYTES = 512 << 10
 # All that torch writes into `.metadata`, beside the names of dtypes.
 _NAMES = {
     "torch": ("Size",),
@@ -133,9 +136,13 @@ class _Summing:
         self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._bytes += memoryview(data).nbytes
-        return self._stream.write(data)
+        view = memoryview(data).cast("B")
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self._digest.update(piece)
+            self._stream.write(piece)
+        self._bytes += view.nbytes
+        return view.nbytes
 
     def sum(self) -> FileSum:
         return FileSum(bytes=self._bytes, sha256=self._digest.hexdigest())

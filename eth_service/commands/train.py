@@ -31,7 +31,8 @@ def train(
 ) -> None:
     """Plan a job, train it and write metrics, plan and weights to the run folder.
 
-    Ctrl-C stops it cleanly. Exit code 1: a rank failed; 2: the job or an option is wrong; 130: stopped.
+    Ctrl-C stops it cleanly, with its state saved if the job saves any; a second one at once. Exit code 1: a rank
+    failed; 2: the job or an option is wrong; 130: stopped.
     """
     if resume and output is None:
         raise UserError("--resume needs --output with the run folder to go on with; add it")
