@@ -115,7 +115,10 @@ class ReadAhead:
 
 
 class _Reader:
-    """A thread that goes through what is made, while less than `most` lies ready."""
+    """A thread that goes through what is made until `most` lies ready, and again when half of that is taken.
+
+    Not after each that is taken: it would run at every micro-batch, and take Python's lock from training as often.
+    """
 
     def __init__(self, made: Iterator[_Ready], *, most: int) -> None:
         self._made, self._most = made, most
@@ -138,7 +141,8 @@ class _Reader:
                 assert self._error is not None
                 raise self._error
             taken = self._ready.popleft()
-            self._changed.notify()
+            if self._half_taken:
+                self._changed.notify()
         return taken, time.monotonic() - began if waits else 0.0
 
     def close(self) -> None:
@@ -147,11 +151,16 @@ class _Reader:
             self._changed.notify_all()
         self._thread.join(_CLOSE_SECONDS)
 
+    @property
+    def _half_taken(self) -> bool:
+        return len(self._ready) <= self._most // 2
+
     def _run(self) -> None:
         try:
             for ready in self._made:
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._most or self._closed)
+                    if len(self._ready) >= self._most:
+                        self._changed.wait_for(lambda: self._half_taken or self._closed)
                     if self._closed:
                         return
                     self._ready.append(ready)
