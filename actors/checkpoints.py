@@ -172,14 +172,18 @@ def checkpoint_path(folder: Place, iteration: int) -> Place:
 
 def checkpoints(folder: StoragePath) -> list[Checkpoint]:
     """The whole checkpoints of a folder, oldest first; empty if there is no such folder."""
-    return [Checkpoint(path, read_manifest(path)) for path in _folders(folder) if (path / MANIFEST).exists()]
+    return [
+        Checkpoint(path, read_manifest(path))
+        for path in checkpoint_folders(folder)
+        if (path / MANIFEST).exists()
+    ]
 
 
 def readable(folder: StoragePath) -> tuple[list[Checkpoint], list[str]]:
     """As `checkpoints`, but those whose manifest cannot be read do not stand in the way: why, a line each."""
     found: list[Checkpoint] = []
     broken: list[str] = []
-    for path in _folders(folder):
+    for path in checkpoint_folders(folder):
         try:
             if (path / MANIFEST).exists():
                 found.append(Checkpoint(path, read_manifest(path)))
@@ -192,18 +196,24 @@ def readable(folder: StoragePath) -> tuple[list[Checkpoint], list[str]]:
 
 def incomplete(folder: StoragePath) -> list[StoragePath]:
     """What saves that did not end have left."""
-    return [path for path in _folders(folder) if not (path / MANIFEST).exists()]
+    return [path for path in checkpoint_folders(folder) if not (path / MANIFEST).exists()]
 
 
 def latest(folder: StoragePath) -> Checkpoint:
-    """The newest whole checkpoint of a folder. UserError if there is none."""
-    found = checkpoints(folder)
-    if not found:
-        raise UserError(
-            f"{folder} holds no whole checkpoint to go on from; set checkpoint.every in the job and train"
-            " again with --overwrite"
-        )
-    return found[-1]
+    """The newest whole checkpoint of a folder; older ones are not looked at. UserError if there is none, or its
+    manifest cannot be read."""
+    for path in reversed(checkpoint_folders(folder)):
+        if (path / MANIFEST).exists():
+            try:
+                return Checkpoint(path, read_manifest(path))
+            except UserError as error:
+                raise UserError(
+                    f"{error}; delete this checkpoint (eth checkpoint delete {path}) and go on from the one before it"
+                ) from None
+    raise UserError(
+        f"{folder} holds no whole checkpoint to go on from; set checkpoint.every in the job and train"
+        " again with --overwrite"
+    )
 
 
 def read_manifest(path: StoragePath) -> Manifest:
@@ -278,6 +288,10 @@ def check_continues(
         ("training.sequence_length", training.sequence_length, began.sequence_length),
         ("training.precision", training.precision, began.precision),
         ("training.optimizer.name", training.optimizer.name, began.optimizer.name),
+        # The moments that were saved are averages of just these lengths.
+        ("training.optimizer.betas", list(training.optimizer.betas), list(began.optimizer.betas)),
+        ("training.optimizer.epsilon", training.optimizer.epsilon, began.optimizer.epsilon),
+        ("training.optimizer.momentum", training.optimizer.momentum, began.optimizer.momentum),
     ]
     for field, mine, theirs in fixed:
         if mine != theirs:
@@ -337,8 +351,8 @@ def best(found: Sequence[Checkpoint], count: int = 1) -> list[Checkpoint]:
 
 def prune(folder: StoragePath, *, keep: int, keep_best: int = 0) -> list[StoragePath]:
     """Delete the whole checkpoints that are neither of the newest `keep` nor of the best `keep_best`; returns those
-    that are gone."""
-    found = checkpoints(folder)
+    that are gone. One whose manifest cannot be read is left alone and counts as none."""
+    found, _ = readable(folder)
     stay = {checkpoint.iteration for checkpoint in [*found[-keep:], *best(found, keep_best)]}
     gone = [checkpoint.path for checkpoint in found if checkpoint.iteration not in stay]
     for path in gone:
@@ -357,7 +371,8 @@ def is_checkpoint_folder(path: StoragePath) -> bool:
     return _NAME.fullmatch(base_name(path)) is not None and path.is_dir()
 
 
-def _folders(folder: StoragePath) -> Sequence[StoragePath]:
+def checkpoint_folders(folder: StoragePath) -> Sequence[StoragePath]:
+    """The checkpoints of a folder, oldest first, whole or not; empty if there is no such folder."""
     try:
         if isinstance(folder, Path) and not folder.is_dir():
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from actors.checkpoints import checkpoints
+from actors.checkpoints import readable
 from actors.job import read_job
 from actors.storage import StoragePath
 from planner.errors import UserError
@@ -16,11 +16,13 @@ def run_weights(run: Path, *, checkpoint: int | None = None) -> StoragePath:
     are none."""
     if not (run / "job.yaml").is_file():
         raise UserError(f"{run} is not a run folder: it holds no job.yaml; name one that eth train wrote")
-    kept = {
-        found.iteration: found.path
-        for found in checkpoints(read_job(run / "job.yaml").checkpoint_folder(run))
-    }
+    found, broken = readable(read_job(run / "job.yaml").checkpoint_folder(run))
+    kept = {one.iteration: one.path for one in found}
     if checkpoint is not None:
+        # The one that is asked for may be the one that cannot be read.
+        for told in broken:
+            if f"step-{checkpoint:08d}" in told:
+                raise UserError(told)
         if checkpoint not in kept:
             raise UserError(f"--checkpoint {checkpoint}: {run} holds {_told(kept)}; name one that is there")
         return kept[checkpoint]

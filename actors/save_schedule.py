@@ -11,6 +11,7 @@ from actors.checkpoints import (
     DataIdentity,
     check_continues,
     check_whole,
+    checkpoint_folders,
     checkpoint_path,
     checkpoints,
     delete,
@@ -68,7 +69,7 @@ class SaveSchedule:
         """Delete what an earlier run left in the run folder that the new one overwrites, and nothing elsewhere."""
         if not lies_in(self._folder, run_folder):
             return
-        for path in [*(found.path for found in checkpoints(self._folder)), *incomplete(self._folder)]:
+        for path in checkpoint_folders(self._folder):
             delete(path)
 
     def resume(self, job: Job, data: DataIdentity, say: Callable[[str], None]) -> Checkpoint:

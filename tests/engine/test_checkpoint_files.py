@@ -116,6 +116,10 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
         ({"steps": 1}, "training.steps = 1"),
         ({"precision": "bf16"}, "training.precision = bf16"),
         ({"optimizer": Optimizer(name="sgd")}, "training.optimizer.name = sgd"),
+        (
+            {"optimizer": Optimizer(betas=(0.9, 0.98))},
+            r"optimizer.betas = \[0.9, 0.98\] but .* \[0.9, 0.95\]",
+        ),
     ],
 )
 def test_another_training_does_not_go_on(saved_once: Path, change: dict[str, Any], told: str) -> None:

@@ -21,11 +21,13 @@ from actors.checkpoints import (
     checkpoints,
     file_sum,
     incomplete,
+    latest,
     prune,
     write_manifest,
 )
-from actors.job import Training
+from actors.job import Checkpointing, Training
 from actors.run_weights import run_weights
+from actors.save_schedule import SaveSchedule
 from actors.storage import RemotePath, StoragePath
 from eth_service.cli import main
 from planner.errors import UserError
@@ -186,6 +188,20 @@ def test_one_that_cannot_be_read_is_told_and_does_not_stand_in_the_way(
     assert code == 1 and out.count("is whole") == 2 and "step-00000015" in err
     code, _, err = eth(capsys, "show", broken)
     assert code == 2 and "manifest.json" in err
+
+
+def test_one_that_cannot_be_read_stops_no_resume_from_a_newer_and_no_new_start(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        make_checkpoint(tmp_path, iteration)
+    old, newest = (checkpoint_path(tmp_path, iteration) for iteration in (1, 3))
+    write(old / "manifest.json", b"{")
+    assert latest(tmp_path).iteration == 3
+    assert prune(tmp_path, keep=1) == [checkpoint_path(tmp_path, 2)] and old.is_dir()
+    write(newest / "manifest.json", b"{")
+    with pytest.raises(UserError, match=rf"delete this checkpoint \(eth checkpoint delete {newest}\)"):
+        latest(tmp_path)
+    SaveSchedule(Checkpointing(every=1), tmp_path, steps=9).clear(tmp_path.parent)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_manifest_without_validation_loss_is_read(tmp_path: Path) -> None:
