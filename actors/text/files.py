@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ Format = Literal["text", "jsonl", "parquet", "megatron", "numpy"]
 
 STDLIB_BYTES = 32_000_000
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# What `make_tokens` names a part of a text: no text of a user's.
+_MADE = re.compile(r"[0-9a-f]{32}\.tokens")
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".npy": "numpy",
     ".idx": "megatron",
+    ".bin": "megatron",
 }
 
 
@@ -46,13 +50,9 @@ def format_of(source: TextSource, files: Sequence[Path]) -> Format:
     """The format that the source says, or that its files' suffixes do. UserError if these are of several."""
     if source.format != "auto":
         return source.format
-    names = set(files)
     found: dict[Format, Path] = {}
     for file in files:
-        paired = file.suffix == ".bin" and (
-            file.with_suffix(".idx") in names or file.with_suffix(".idx").exists()
-        )
-        found.setdefault("megatron" if paired else _SUFFIXES.get(file.suffix, "text"), file)
+        found.setdefault(_SUFFIXES.get(file.suffix, "text"), file)
     if len(found) > 1:
         told = ", ".join(f"{format_} ({file.name})" for format_, file in found.items())
         raise UserError(
@@ -79,6 +79,14 @@ def _folder_files(folder: Path, pattern: str, field: str) -> list[Path]:
     if not files:
         raise UserError(
             f"{field}.pattern = {pattern!r} matches no file in {folder}; change the pattern or the folder"
+        )
+    made = next((file for file in files if _MADE.fullmatch(file.name)), None)
+    if made is not None:
+        # As text they would be learned byte by byte.
+        raise UserError(
+            f"{field}.path = {str(folder)!r} holds tokens that eth data prepare made ({made.relative_to(folder)});"
+            f" write them outside the text, leave them out by {field}.pattern, or let eth data prepare finish if it was"
+            " stopped"
         )
     return files
 

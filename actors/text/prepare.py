@@ -168,7 +168,7 @@ def _make_part(unit: tuple[Span, ...], work: _Work, tokenizer: Tokenizer) -> Par
     name = digest.hexdigest()[:32]
     tokens, ends = work.folder / f"{name}.tokens", work.folder / f"{name}.ends"
     dtype = np.dtype("<u2") if tokenizer.vocabulary <= 2**16 else np.dtype("<u4")
-    if not tokens.exists():
+    if not (tokens.exists() and ends.exists()):
         _write_part(unit, work, tokenizer, dtype, tokens, ends)
     return Part(
         path=tokens.name,

@@ -9,15 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.errors import UserError
 from planner.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="data", help="Make a text's tokens ahead of training, and look at them.", no_args_is_help=True

@@ -198,6 +198,10 @@ def _bad(tmp_path: Path, name: str) -> Path:
         _write(index, b"something else, and long enough to be one of them")
     elif name == "alone":
         (tmp_path / "a.bin").unlink()
+    elif name == "no index":
+        # Named by itself: its ids are no text.
+        (tmp_path / "a.idx").unlink()
+        return tmp_path / "a.bin"
     return index
 
 
@@ -219,6 +223,7 @@ def _bad(tmp_path: Path, name: str) -> Path:
         ("short idx", r"a\.idx has 74 bytes, but its 2 sequences and 3 documents need 82; it was cut short"),
         ("no idx", r"a\.idx is no index of Megatron's"),
         ("alone", r"data file .*a\.idx has no a\.bin beside it; give both"),
+        ("no index", r"data file .*a\.bin has no a\.idx beside it; give both"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_a_line(tmp_path: Path, name: str, told: str) -> None:

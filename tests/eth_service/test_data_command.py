@@ -72,6 +72,37 @@ def test_a_part_that_was_cut_short_is_named(tmp_path: Path, capsys: pytest.Captu
         prepare_text(TextSource(tmp_path / "a"), cache_dir=tmp_path / "unused")
 
 
+def test_ends_that_are_gone_are_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the message about them says to do is enough."""
+    arguments = ("prepare", _texts(tmp_path, 5), "--output", tmp_path / "a", "--field", "body")
+    assert eth(capsys, *arguments)[0] == 0
+    (ends,) = (tmp_path / "a").glob("*.ends")
+    before = ends.read_bytes()
+    ends.unlink()
+    with pytest.raises(
+        UserError, match=rf"{ends} has 0 bytes and not 40; delete it and run eth data prepare"
+    ):
+        prepare_text(TextSource(tmp_path / "a"), cache_dir=tmp_path / "unused")
+    assert eth(capsys, *arguments)[0] == 0 and ends.read_bytes() == before
+
+
+def test_tokens_are_never_read_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither when they lie among the texts that they were made of, nor in a folder that was not finished."""
+    folder = tmp_path / "texts"
+    (folder / "out").mkdir(parents=True)
+    (folder / "a.txt").write_text(TEXT)
+    arguments = ("prepare", folder, "--output", folder / "out")
+    assert eth(capsys, *arguments)[0] == 0
+    code, _, err = eth(capsys, *arguments)
+    assert code == 2 and "holds tokens that eth data prepare made (out/" in err and len(err.splitlines()) == 1
+    assert eth(capsys, *arguments, "--pattern", "*.txt")[0] == 0
+    (folder / "out" / "prepared.json").unlink()
+    with pytest.raises(
+        UserError, match=r"holds tokens that eth data prepare made .* let eth data prepare finish"
+    ):
+        prepare_text(TextSource(folder / "out"), cache_dir=tmp_path / "unused")
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("a")
     for arguments, told in (
