@@ -8,6 +8,7 @@ what they gave up is alive, as without recomputation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from planner.cost.activations import ActivationSizes, Value, layer_values, norm_live_bytes
 from planner.cost.layer_flow import OperatorSet, replayed
@@ -58,6 +59,20 @@ class LayerBackward:
         trigger = self._trigger(again)
         name = next(name for name in self._operators if OPERATOR_ORDER[name] == trigger)
         return self._beside(name)[0] + self._replay(again, self._alive(again, trigger, revived=False))
+
+    @cached_property
+    def least_most(self) -> float:
+        """No more than `most` of any operators: when a value is first read it is alive, be it kept or revived."""
+        firsts = [max(map(OPERATOR_ORDER.__getitem__, names), default=-1) for names in self._readers]
+        return max(
+            self._beside(name)[1]
+            + sum(
+                value.bytes
+                for value, first, last in zip(self._values, firsts, self._freed_after, strict=True)
+                if value.saved and last <= OPERATOR_ORDER[name] <= first
+            )
+            for name in self._operators
+        )
 
     def _trigger(self, again: OperatorSet) -> int:
         """Place of the first operator whose backward reads what is replayed; -1 if nothing is."""

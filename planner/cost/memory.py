@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.catalogue import Backend, DeviceType
 from planner.collectives import SCATTER_SEGMENT, SEGMENT
@@ -55,6 +55,8 @@ class StageLoad:
     """Under TP: whether activations between cut layers are cut by position."""
     largest_call: int | None = None
     """Gradients that travel at once, at most; None while only the stage is known: all that it holds."""
+    further: int | None = None
+    """Micro-batches of an iteration beyond those in flight; None while only the stage is known: many."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -105,7 +107,9 @@ class MemoryModel:
         # in flight, which are only let go of when the next must leave, one gradient received and the next
         # one's buffer. Towards the stage before: two gradients sent and the buffer of the next activation.
         # Under TP the result of an all-reduce may outlive its use by a moment.
-        before, behind = 0 if load.embedding else 3, 0 if load.head else 2
+        # With few micro-batches there is less: what is sent before the first backward is activations alone.
+        before = 0 if load.embedding else min(3, 3 if load.further is None else load.further)
+        behind = 0 if load.head else min(2, load.in_flight if load.further == 0 else 2)
         messages = (before + behind + (load.tp > 1)) * sizes.hidden
         sent = 0.0 if load.head else sizes.hidden
         # A table that is both ends waits with the head's gradient for that of the embedding.
@@ -257,7 +261,7 @@ def _ways(load: StageLoad) -> float:
 
 @dataclass(frozen=True)
 class StepBases:
-    """Bytes that do not depend on what layers keep. Fields and arguments may be arrays of like shapes.
+    """Bytes that do not depend on what layers keep.
 
     `in_flight` is held once a micro-batch in flight; `layer`, `head` and `embedding` are held on top in the
     moment when that part runs backward, None where the stage has no such part.
@@ -273,12 +277,17 @@ class StepBases:
     embedding: float | None
 
     def peak(self, *, in_flight: int, layers_kept: float, revived: float) -> float:
-        """The most that is alive at once.
+        """The most that is alive at once. (The arguments are those of `phases`.)"""
+        phases = self.phases(in_flight=in_flight, layers_kept=layers_kept, revived=revived)
+        return self.state + max(*phases, self.update)
+
+    def phases(self, *, in_flight: int, layers_kept: Any, revived: Any) -> list[Any]:
+        """What is alive beside the state at its largest moments; arrays if arguments are.
 
         Args:
             in_flight: micro-batches.
             layers_kept: what all layers keep of one micro-batch.
-            revived: what a layer's backward needs more for being recomputed: what it gave up, alive again.
+            revived: what a layer's backward needs more for being recomputed: of what it gave up, what is alive again.
         """
         around = in_flight * (layers_kept + self.in_flight) + self.messages
         phases = [around]
@@ -288,7 +297,7 @@ class StepBases:
             phases.append(around + self.head)
         if self.embedding is not None:
             phases.append(around - layers_kept - self.embedding_kept + self.embedding)
-        return self.state + max(*phases, self.update)
+        return phases
 
 
 class RowBytes:
@@ -313,14 +322,18 @@ class RowBytes:
         return self._kept[operators]
 
     def layer_revived(self, operators: OperatorSet) -> float:
-        """What the backward of such a layer needs beyond what it keeps and beyond `layer_live`: all that it gave up
-        is alive again, and running it again may take more than backward does."""
+        """What the backward of such a layer needs beyond what it keeps and beyond `layer_live`: what it gave up,
+        less if not all of that is alive when most is, more if running it again takes more."""
         if operators not in self._revived:
-            kept = self.layer_kept(operators)
-            live = self._backward.most(frozenset()) - self.layer_saved if operators else 0.0
-            replay = self._backward.most_in_replay(operators) - kept - live
-            self._revived[operators] = max(self.layer_saved - kept, replay)
+            most, plain = self._backward.most(operators), self._backward.most(frozenset())
+            more = most - self.layer_kept(operators) - (plain - self.layer_saved)
+            self._revived[operators] = max(more, 0.0)
         return self._revived[operators]
+
+    @cached_property
+    def never_alive(self) -> float:
+        """Of what a layer gives up, its backward has all but so many bytes alive again, whatever it recomputes."""
+        return self._backward.most(frozenset()) - self._backward.least_most
 
     def layer_live(self, largest_gradient: float) -> float:
         if largest_gradient not in self._live:

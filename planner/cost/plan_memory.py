@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.cluster import Device
 from planner.cost.layer_flow import recompute_of
 from planner.cost.memory import MemoryModel, StageLoad
@@ -29,19 +31,21 @@ class PlanMemory:
         """The memory load of a replica."""
         planned = self._plan.pipelines[pipeline]
         place = planned.stages[stage]
+        in_flight = min(len(planned.stages) - stage, planned.micro_batches)
         return StageLoad(
             tp=place.tp,
             rows=place.rows[replica],
             layers=place.layer_count,
             embedding=place.embedding,
             head=place.head,
-            in_flight=min(len(planned.stages) - stage, planned.micro_batches),
+            in_flight=in_flight,
             recompute=recompute_of(place.recompute),
             zero_stage=self._plan.zero_stage,
             zero_ways=self._ways[pipeline][stage],
             dp=place.dp,
             sequence_parallel=place.sequence_parallel and place.tp > 1,
             largest_call=self._largest_call(pipeline, stage) if self.model.narrow_wire else None,
+            further=planned.micro_batches - in_flight,
         )
 
     def _largest_call(self, pipeline: int, stage: int) -> int:
@@ -62,7 +66,8 @@ class PlanMemory:
         for replica, device in alike.values():
             type_ = cluster.device_types[device.type]
             load = self.load(pipeline=pipeline, stage=stage, replica=replica)
-            needed = self.model.device_bytes(load, type_)
+            # What must fit is what a search counts with, which does not know how many micro-batches there will be.
+            needed = self.model.device_bytes(replace(load, further=None), type_)
             candidates.append((needed - type_.memory_bytes, self.model.tensor_bytes(load), needed, device))
         _, tensors, needed, device = max(candidates, key=lambda candidate: candidate[0])
         return tensors, needed, device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -114,7 +115,7 @@ class RecomputeModel:
         around = [self._around_of(one, most_in_flight) for one in loads]
         room = _Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
         if relaxed:
-            table = _relaxed(room, rungs, saved)
+            table = _relaxed(room, rungs, saved, sizes.never_alive)
         else:
             table = _whole(room, rungs, [_revived(sizes, rung) for rung in rungs], saved)
         table[:, 0] = np.inf
@@ -132,18 +133,10 @@ class RecomputeModel:
     def _climb(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
         """The first place on a ladder where all fit."""
         layers = loads[0][1].layers
-        low, high = 0, (len(rungs) - 1) * layers
-        if not self._fits(loads, recompute_on(rungs, layers, high)):
+        fits = np.logical_and.reduce([self._fits_at(rungs, type_, load) for type_, load in loads])
+        if not fits.any():
             return None
-        if not self._only_falls(rungs, loads):
-            low, high = self._first_stretch(rungs, loads)
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits(loads, recompute_on(rungs, layers, middle)):
-                high = middle
-            else:
-                low = middle + 1
-        recompute = recompute_on(rungs, layers, low)
+        recompute = recompute_on(rungs, layers, int(fits.argmax()))
         return Replay(
             recompute,
             tuple(
@@ -159,32 +152,26 @@ class RecomputeModel:
             ),
         )
 
-    def _only_falls(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> bool:
-        """Whether memory only falls on the way up: no rung's operators need more to run again than they give up."""
-        rows = (self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel) for _, load in loads)
-        return all(
-            _revived(sizes, rung) <= sizes.layer_saved - sizes.layer_kept(frozenset(rung.operators))
-            for sizes in rows
-            for rung in rungs
+    def _fits_at(self, rungs: Sequence[Rung], type_: str, load: StageLoad) -> npt.NDArray[np.bool_]:
+        """`MemoryModel.fits` by place on a ladder."""
+        sizes, layers = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel), load.layers
+        kept, revived = (
+            np.array([figure(frozenset(rung.operators)) for rung in rungs])[:, None]
+            for figure in (sizes.layer_kept, sizes.layer_revived)
         )
-
-    def _first_stretch(
-        self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]
-    ) -> tuple[int, int]:
-        """Places, the second of which fits, of the first stretch where any does: a rung that all layers stand on, or
-        all mixtures of two. Inside of one memory falls. The highest rung fits."""
-        layers = loads[0][1].layers
-        for rung in range(len(rungs)):
-            for first, last in ((rung * layers,) * 2, (rung * layers + 1, (rung + 1) * layers - 1)):
-                if first <= last and self._fits(loads, recompute_on(rungs, layers, last)):
-                    return first, last
-        raise AssertionError("the highest rung fits")
-
-    def _fits(self, loads: Sequence[tuple[str, StageLoad]], recompute: Recompute) -> bool:
-        types = self._cost.device_types
-        return all(
-            self._memory.fits(replace(load, recompute=recompute), types[type_]) for type_, load in loads
+        # Of two rungs: those on the higher one, the first, and those behind them. Which are freed before.
+        higher = np.arange(layers)
+        behind = (layers - higher) * kept[:-1]
+        needs = np.where(higher > 0, np.maximum(revived[:-1], revived[1:] - behind), revived[:-1])
+        phases = self._memory.step_bases(load).phases(
+            in_flight=load.in_flight,
+            layers_kept=np.append(behind + higher * kept[1:], layers * kept[-1]),
+            revived=np.append(needs, revived[-1]),
         )
+        state, update = self._memory.state_bytes(load)
+        bytes_ = (state + reduce(np.maximum, phases, np.float64(update))) * self._memory.memory_scale
+        fits: npt.NDArray[np.bool_] = np.floor(bytes_) <= most_tensor_bytes(self._cost.device_types[type_])
+        return fits
 
 
 def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
@@ -297,36 +284,42 @@ _NONE = 1e-30
 def _whole(room: _Room, rungs: Sequence[Rung], revived: Sequence[float], saved: float) -> FloatArray:
     """Some layers on a rung, the others on the one below. `revived` are what the rungs' backward needs more."""
     layers, top = room.layers, rungs[-1].saved_bytes
-    allowed = room.kept(0.0)
-    table = np.where(layers * saved <= allowed, 0.0, np.inf)
-    # What does not fit on the highest rung fits on none; a hair more, so that rounding leaves none out.
-    fits = layers * (saved - top) * (1 - 1e-9) <= room.kept(revived[-1]) * (1 + 1e-9)
+    roomiest = room.kept(0.0)
+    table = np.where(layers * saved <= roomiest, 0.0, np.inf)
+    # What does not fit although nothing is alive again fits on no rung; a hair more, for rounding.
+    fits = layers * (saved - top) * (1 - 1e-9) <= roomiest * (1 + 1e-9)
     open_ = np.flatnonzero(np.isinf(table) & fits)
-    for (below, rung), needs in zip(pairwise(rungs), revived[1:], strict=True):
+    every_once = np.broadcast_to(room.once, table.shape).ravel()
+    for (below, rung), (needs_below, needs) in zip(pairwise(rungs), pairwise(revived), strict=True):
         if not open_.size:
             break
-        count = layers[open_ % len(layers)]
+        count, once = layers[open_ % len(layers)], every_once[open_]
         kept_below, kept = saved - below.saved_bytes, saved - rung.saved_bytes
-        needed = (count * kept_below - allowed.ravel()[open_]) / (kept_below - kept)
-        # Not all layers: the last one's backward is that of the rung below.
-        mixed = np.ceil(needed) < count
-        steps = np.where(mixed, np.maximum(np.ceil(needed), 1), count)
-        allowed = room.kept(needs)
-        reached = mixed | (count * kept <= allowed.ravel()[open_])
+        # Not all layers: the backward of the last one, and that of the last on the rung, when those behind are freed.
+        needed = (count * kept_below - room.kept(needs_below).ravel()[open_]) / (kept_below - kept)
+        steps = np.maximum(np.ceil(needed), 1)
+        left = room.layer.ravel()[open_] - needs / once - count * kept_below * (1 - 1 / once)
+        slope = kept_below - kept - kept_below / once
+        with np.errstate(divide="ignore", invalid="ignore"):
+            further = np.where(slope > 0, np.maximum(steps, np.ceil(-left / slope)), steps)
+        mixed = (further < count) & (left + further * slope >= 0)
+        steps = np.where(mixed, further, count)
+        reached = mixed | (count * kept <= room.kept(needs).ravel()[open_])
         seconds = steps * rung.seconds + (count - steps) * below.seconds
         table.ravel()[open_[reached]] = seconds[reached]
         open_ = open_[~reached]
     return table
 
 
-def _relaxed(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
-    """Layers give up any part, at the price of the hull: the larger of what ends and layers ask for."""
-    return np.maximum(_relaxed_ends(room, rungs, saved), _relaxed_layers(room, rungs, saved))
+def _relaxed(room: _Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+    """Layers give up any part, at the price of the hull. The larger of two needs: that of layers of which nothing is
+    alive again, and that where all but so many bytes of the last one is."""
+    return np.maximum(_relaxed_alike(room, rungs, saved), _relaxed_last(room, rungs, saved, not_alive))
 
 
-def _relaxed_ends(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
-    """What head and embedding leave: every layer gives up as much, at the least seconds of the hull."""
-    need = room.layers * saved - room.ends
+def _relaxed_alike(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+    """Every layer gives up as much, at the least seconds of the hull."""
+    need = room.layers * saved - room.kept(0.0)
     with np.errstate(invalid="ignore"):
         fits = np.where(
             room.layers > 0, need / np.maximum(room.layers, 1) <= rungs[-1].saved_bytes, need <= 0
@@ -340,14 +333,14 @@ def _relaxed_ends(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArra
     return np.where(fits, seconds, np.inf)
 
 
-def _relaxed_layers(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
-    """What the last layer gives up counts once less, being alive again in its backward.
+def _relaxed_last(room: _Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+    """What the last layer gives up counts once less, being alive again in its backward but for some bytes.
 
     Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight. The hull h is
     convex, so x and y take its pieces in the order of seconds for each byte that is needed: the least seconds are a
     convex function of the need, the highest of the lines through its pieces.
     """
-    need = room.once * (room.layers * saved - room.layer)
+    need = room.once * (room.layers * saved - room.layer) - not_alive
     # Nothing helps beyond full recomputation of all layers.
     full = np.maximum(room.once * room.layers - 1, 0) * rungs[-1].saved_bytes
     fits = need <= full * (1 + 1e-9)

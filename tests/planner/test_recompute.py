@@ -208,22 +208,34 @@ def test_segments_cut_a_stage_where_counts_end() -> None:
     assert first_layers((("qkv", 1),), 0) == ()
 
 
-def test_running_softmax_again_takes_more_than_it_gives_up_by_hand() -> None:
-    """In bf16 with dropout: beside the fp32 gradient there are scores, their fp32 copy and the result, where backward
-    itself has the result and the fp32 gradient of the scores."""
+def test_what_is_alive_again_by_hand() -> None:
+    """In bf16 with dropout, where the scores decide: in the backward of softmax all of attention is alive; when it runs
+    again there are scores, their fp32 copy and the result, where backward has the gradient of the scores."""
     model = GPT3.model_copy(update={"dropout": 0.1})
-    sizes = MemoryModel(model=model, sequence_length=32, dtypes=Dtypes(param="bf16")).rows_bytes(1, 2)
+    memory = MemoryModel(model=model, sequence_length=512, dtypes=Dtypes(param="bf16"))
+    sizes, square = memory.rows_bytes(1, 2), 2 * 512**2 * model.heads
     saved = sizes.layer_saved
     for operators, given_up, more in (
         ({"softmax"}, 4 - 2, 2),
         ({"scores", "softmax"}, 4, 2),
         # Begins before backward has made any fp32 gradient.
         ({"scores", "softmax", "attention_dropout"}, 4 + 3, 0),
-        (set(layer_operators(model)), None, 0),
     ):
         chosen = frozenset[str](operators)
-        assert given_up is None or saved - sizes.layer_kept(chosen) == given_up * SQUARE
-        assert sizes.layer_revived(chosen) == saved - sizes.layer_kept(chosen) + more * SQUARE
+        assert saved - sizes.layer_kept(chosen) == given_up * square
+        assert sizes.layer_revived(chosen) == (given_up + more) * square
+    # By then the MLP's backward is done, and what of it runs again freed: only what all operators give up is alive.
+    inner = frozenset(("mlp_up", "activation"))
+    assert sizes.layer_revived(inner) == saved - sizes.layer_kept(inner)
+
+
+def test_attention_is_not_alive_again_when_the_mlp_decides() -> None:
+    """Short samples: the most is alive in the MLP's backward, before attention runs again."""
+    wide = GPT3.model_copy(update={"ffn_hidden_size": 64 * GPT3.hidden_size})
+    sizes = MemoryModel(model=wide, sequence_length=8, dtypes=Dtypes()).rows_bytes(1, 2)
+    attention = frozenset(("scores", "softmax"))
+    assert sizes.layer_kept(attention) < sizes.layer_saved
+    assert sizes.layer_revived(attention) == 0
 
 
 BIG = PRESETS["gpt3-350m"]
@@ -244,6 +256,11 @@ loads = st.builds(
 precisions = st.sampled_from(["bf16", "fp32"])
 
 
+def kept_by_layers(memory: MemoryModel, load: StageLoad) -> float:
+    sizes = memory.rows_bytes(load.tp, load.rows, load.sequence_parallel)
+    return sum(segment.layers * sizes.layer_kept(segment.operators) for segment in load.segments)
+
+
 def ladder_of(model: RecomputeModel, type_: str, load: StageLoad) -> tuple[Rung, ...]:
     return model.ladder(
         device_type=type_, tp=load.tp, rows=load.rows, sequence_parallel=load.sequence_parallel
@@ -252,7 +269,7 @@ def ladder_of(model: RecomputeModel, type_: str, load: StageLoad) -> tuple[Rung,
 
 @SLOW
 @given(loads, st.sampled_from(["rows", "layers", "in_flight"]), precisions, st.data())
-def test_memory_falls_and_time_rises_along_the_ladder(
+def test_layers_keep_less_and_time_rises_along_the_ladder(
     load: StageLoad, field: str, precision: str, data: st.DataObject
 ) -> None:
     cost, memory, model = job(BIG, RandomProfile(1, BIG), precision=precision, length=1024)
@@ -261,7 +278,8 @@ def test_memory_falls_and_time_rises_along_the_ladder(
     here, above = (
         dataclasses.replace(load, recompute=recompute_on(rungs, load.layers, place + step)) for step in (0, 1)
     )
-    assert memory.tensor_bytes(above) <= memory.tensor_bytes(here)
+    kept = [kept_by_layers(memory, one) for one in (here, above)]
+    assert kept[1] < kept[0]
     times = [
         cost.replay_seconds(
             device_type="A100",
@@ -291,16 +309,17 @@ def steps_up(model: RecomputeModel, type_: str, load: StageLoad) -> list[tuple[t
     precisions,
     st.sampled_from([BIG, DROPPED]),
 )
-def test_the_fewest_fits_and_one_layer_less_does_not(
+def test_the_fewest_fits_and_fewer_layers_do_not(
     load: StageLoad, scale: float, type_: str, precision: str, spec: ModelSpec
 ) -> None:
     cost, memory, model = job(spec, RandomProfile(2, spec), precision=precision, length=1024, scale=scale)
     device, found = CATALOGUE[type_], model.fewest([(type_, load)])
     ways = steps_up(model, type_, load)
+    fits = [memory.fits(dataclasses.replace(load, recompute=way), device) for way in ways]
     if found is None:
-        assert not memory.fits(dataclasses.replace(load, recompute=ways[-1]), device)
+        assert not any(fits)
         return
-    assert memory.fits(dataclasses.replace(load, recompute=found.recompute), device)
+    assert ways.index(found.recompute) == fits.index(True)
     assert found.seconds == (
         cost.replay_seconds(
             device_type=type_,
@@ -311,9 +330,6 @@ def test_the_fewest_fits_and_one_layer_less_does_not(
             sequence_parallel=load.sequence_parallel,
         ),
     )
-    place = ways.index(found.recompute)
-    if place:
-        assert not memory.fits(dataclasses.replace(load, recompute=ways[place - 1]), device)
 
 
 @SLOW
@@ -333,8 +349,8 @@ def test_the_table_says_what_fewest_says_and_relaxed_is_close_below(
     step = max(above.seconds - below.seconds for below, above in itertools.pairwise(rungs))
     assert (relaxed <= table * (1 + 1e-9)).all()
     finite = np.isfinite(table)
-    # A layer more on the ladder, the last layer alive again, and the corner between two rungs.
-    assert (table[finite] - relaxed[finite] <= 3 * step).all()
+    # A layer more on the ladder, and the corner between two rungs; and of two layers what may be alive again or not.
+    assert (table[finite] - relaxed[finite] <= 2 * step + 2 * rungs[-1].seconds).all()
     # More in flight or more layers never need less.
     assert (table[2:] >= table[1:-1] * (1 - 1e-9)).all()
 
