@@ -61,6 +61,11 @@ class LayerBackward:
         return self._beside(name)[0] + self._replay(again, self._alive(again, trigger, revived=False))
 
     @cached_property
+    def most_kept(self) -> float:
+        """`most` of a layer that recomputes nothing."""
+        return self.most(frozenset())
+
+    @cached_property
     def least_most(self) -> float:
         """No more than `most` of any operators: when a value is first read it is alive, be it kept or revived."""
         firsts = [max(map(OPERATOR_ORDER.__getitem__, names), default=-1) for names in self._readers]

@@ -325,15 +325,15 @@ class RowBytes:
         """What the backward of such a layer needs beyond what it keeps and beyond `layer_live`: what it gave up,
         less if not all of that is alive when most is, more if running it again takes more."""
         if operators not in self._revived:
-            most, plain = self._backward.most(operators), self._backward.most(frozenset())
-            more = most - self.layer_kept(operators) - (plain - self.layer_saved)
+            more = self._backward.most(operators) - self.layer_kept(operators)
+            more -= self._backward.most_kept - self.layer_saved
             self._revived[operators] = max(more, 0.0)
         return self._revived[operators]
 
     @cached_property
     def never_alive(self) -> float:
         """Of what a layer gives up, its backward has all but so many bytes alive again, whatever it recomputes."""
-        return self._backward.most(frozenset()) - self._backward.least_most
+        return self._backward.most_kept - self._backward.least_most
 
     def layer_live(self, largest_gradient: float) -> float:
         if largest_gradient not in self._live:
