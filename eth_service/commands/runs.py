@@ -134,7 +134,7 @@ def compare(
 
     from eth_service.commands.common import console
 
-    table = Table("Iteration", *(line.name for line in lines), pad_edge=False)
+    table = Table("Iteration", *_names(runs, lines), pad_edge=False)
     for row in at:
         table.add_row(str(row["iteration"]), *map(_number, row["losses"]))
     out = console()
@@ -147,14 +147,17 @@ def _plot(runs: list[Path], lines: list[RunLine], file: Path | None) -> None:
         return
     from eth_service.run_plots import PlottedRun, plot_runs
 
-    names = [line.name for line in lines]
-    # Runs of one job have its name: then their folders tell them apart.
-    if len(set(names)) < len(names):
-        names = [str(run) for run in runs]
+    names = _names(runs, lines)
     plot_runs([PlottedRun(name, _rows(run)) for name, run in zip(names, runs, strict=True)], file)
     from eth_service.commands.common import tell
 
     tell(f"drew {file}")
+
+
+def _names(runs: list[Path], lines: list[RunLine]) -> list[str]:
+    """What tells runs apart: their jobs' names, or their folders where jobs share one."""
+    names = [line.name for line in lines]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
 def _is_run(path: Path) -> bool:

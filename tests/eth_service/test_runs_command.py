@@ -105,6 +105,16 @@ def test_runs_are_compared_where_both_were(tmp_path: Path, capsys: pytest.Captur
     assert "2.5000" in eth(capsys, "compare", one, other)[1]
 
 
+def test_runs_of_one_job_are_told_apart_by_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (make_run(tmp_path, name, [3.0, 2.0]) for name in ("one", "other"))
+    (other / "job.yaml").write_bytes((one / "job.yaml").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    headings = eth(capsys, "compare", "one", "other")[1].split("Iteration")[-1].splitlines()[0]
+    assert "one" in headings and "other" in headings
+
+
 def with_evaluations(run: Path) -> None:
     """Rows as a run of two pipelines that evaluates every second iteration writes them."""
     rows, latest = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], None
