@@ -272,5 +272,12 @@ def test_a_run_s_own_place_is_found(
     (tmp_path / "job.yaml").write_text(json.dumps(data))
     assert eth(capsys, "list", tmp_path)[1].startswith(str(checkpoint_path(place, 10)))
     assert run_weights(tmp_path, checkpoint=10) == checkpoint_path(place, 10)
+    make_checkpoint(place, 20)
+    altered = checkpoint_path(place, 20) / "__0_0.distcp"
+    write(altered, read(altered)[:-1] + b"x")
+    with pytest.raises(
+        UserError, match=r"__0_0.distcp was changed after it was written.*delete this checkpoint"
+    ):
+        run_weights(tmp_path, checkpoint=20)
     with pytest.raises(UserError, match=r"--checkpoint 11: .* holds the checkpoints after iteration 10"):
         run_weights(tmp_path, checkpoint=11)
