@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from actors.engine.tokens import Indices, TokenFile
+from actors.whole_file import whole_file
 from planner.errors import Contract, UserError, parse, read_yaml
 
 SUFFIX = ".mixture.json"
@@ -97,10 +97,10 @@ def write_mixture(sources: Sequence[tuple[TokenFile, float]], folder: Path) -> M
     content = json.dumps([[tokens.path.stem, weight] for tokens, weight in sources])
     name = hashlib.sha256(content.encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{name}.{os.getpid()}"
-    partial.write_text(header.model_dump_json() + "\n", encoding="utf-8")
-    os.replace(partial, folder / f"{name}{SUFFIX}")
-    return Mixture(folder / f"{name}{SUFFIX}")
+    path = folder / f"{name}{SUFFIX}"
+    with whole_file(path) as partial:
+        partial.write_text(header.model_dump_json() + "\n", encoding="utf-8")
+    return Mixture(path)
 
 
 @dataclass(frozen=True)

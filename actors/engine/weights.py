@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from actors.engine.gradient_buffer import HeldParameter
+from actors.whole_file import whole_file
 from planner.model_spec import ModelSpec
 from planner.parameters import Parameter, model_parameters, stage_parameters
 from planner.plan import Plan, Precision
@@ -122,15 +122,10 @@ def write_model_file(
     """Write whole parameters, handed over in the order of `model_parameters`, as one safetensors file of the given
     precisions. It appears under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.writing")
-    try:
-        with partial.open("wb") as stream:
-            _write_header(stream, model, dtypes)
-            for tensor in tensors:
-                stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial, partial.open("wb") as stream:
+        _write_header(stream, model, dtypes)
+        for tensor in tensors:
+            stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def _write_header(stream: BinaryIO, model: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from actors.engine.tokens import Part
 from actors.text.readers import unreadable
+from actors.whole_file import whole_file
 from planner.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -119,9 +119,8 @@ def _part(file: Path, dtype: np.dtype[Any], offset: int, ends: Array, cache: Pat
     name = hashlib.sha256(sums + ends.tobytes() + scan["sha256"].encode()).hexdigest()[:32]
     target = cache / f"{name}.ends"
     if not target.exists():
-        partial = cache / f".{name}.{os.getpid()}"
-        ends.tofile(partial)
-        os.replace(partial, target)
+        with whole_file(target) as partial:
+            ends.tofile(partial)
     if scan["smallest"] < 0:
         raise UserError(
             f"data file {file}: token {scan['smallest_at']} is {scan['smallest']}; ids start at 0: give token ids"
@@ -158,7 +157,6 @@ def _scan(file: Path, dtype: np.dtype[Any], offset: int, tokens: int, cache: Pat
         if chunk[low] < found["smallest"]:
             found |= {"smallest": int(chunk[low]), "smallest_at": first + low}
     found["sha256"] = digest.hexdigest()
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(found))
-    os.replace(partial, kept)
+    with whole_file(kept) as partial:
+        partial.write_text(json.dumps(found))
     return found

@@ -19,6 +19,7 @@ from actors.text.files import Format, files_of, format_of
 from actors.text.in_place import megatron_parts, numpy_parts
 from actors.text.readers import PIECE_BYTES, Span, pieces, raw, units_of, unreadable
 from actors.text.tokenizer import Tokenizer, load_tokenizer
+from actors.whole_file import whole_file
 from planner.errors import UserError
 
 # A part of every name: raise it when the same text would give other tokens.
@@ -198,23 +199,21 @@ def _write_part(
     tokens: Path,
     ends: Path,
 ) -> None:
-    """Write beside the targets and rename, the tokens last: where they are, all is whole."""
-    partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in (tokens, ends)]
-    try:
-        with partial[0].open("wb") as to_tokens, partial[1].open("wb") as to_ends:
-            count = 0
-            for ids, closes in _encoded(unit, work, tokenizer):
-                to_tokens.write(ids.astype(dtype).data)
-                count += len(ids)
-                if closes:
-                    to_tokens.write(np.array([tokenizer.end_of_document], dtype=dtype).data)
-                    count += 1
-                    to_ends.write(np.array([count], dtype="<i8").data)
-        os.replace(partial[1], ends)
-        os.replace(partial[0], tokens)
-    finally:
-        for path in partial:
-            path.unlink(missing_ok=True)
+    """The tokens get their name last: where they are, all is whole."""
+    with (
+        whole_file(tokens) as new_tokens,
+        whole_file(ends) as new_ends,
+        new_tokens.open("wb") as to_tokens,
+        new_ends.open("wb") as to_ends,
+    ):
+        count = 0
+        for ids, closes in _encoded(unit, work, tokenizer):
+            to_tokens.write(ids.astype(dtype).data)
+            count += len(ids)
+            if closes:
+                to_tokens.write(np.array([tokenizer.end_of_document], dtype=dtype).data)
+                count += 1
+                to_ends.write(np.array([count], dtype="<i8").data)
 
 
 def _encoded(unit: tuple[Span, ...], work: _Work, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
@@ -261,9 +260,8 @@ def _write_header(header: TokenHeader, folder: Path) -> Path:
     path = folder / f"{hashlib.sha256(named.model_dump_json().encode()).hexdigest()[:32]}.json"
     if header.tokenizer != "none" and path.exists():
         return path
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        partial.write_text(content, encoding="utf-8")
     return path
 
 
@@ -274,5 +272,6 @@ def _told_where(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"token files cannot be written to {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder with room"
+            f"token files cannot be written to {folder}: {error.strerror}; make room there, or name another folder"
+            " (eth data prepare: --output; a job: the environment's XDG_CACHE_HOME)"
         ) from None

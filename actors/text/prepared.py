@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from actors.engine.tokens import TokenFile
 from actors.model_files import TOKENIZER, copy_tokenizer
 from actors.text.prepare import Progress, make_tokens
 from actors.text.tokenizer import load_tokenizer
+from actors.whole_file import whole_file
 from planner.errors import UserError, read_yaml
 
 PREPARED = "prepared.json"
@@ -29,9 +29,8 @@ def write_prepared(
     made = make_tokens(source, cache_dir=folder, processes=processes, say=say, progress=progress)
     if made.tokenizer not in (BYTE, "none"):
         copy_tokenizer(Path(source.tokenizer), folder)
-    partial = folder / f".{PREPARED}"
-    partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
-    os.replace(partial, folder / PREPARED)
+    with whole_file(folder / PREPARED) as partial:
+        partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
     return made
 
 
