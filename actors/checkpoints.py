@@ -208,7 +208,8 @@ def latest(folder: StoragePath) -> Checkpoint:
                 return Checkpoint(path, read_manifest(path))
             except UserError as error:
                 raise UserError(
-                    f"{error}; delete this checkpoint (eth checkpoint delete {path}) and go on from the one before it"
+                    f"{error}; delete this checkpoint (eth checkpoint delete {path}) and use another, such as the"
+                    " one before it"
                 ) from None
     raise UserError(
         f"{folder} holds no whole checkpoint to go on from; set checkpoint.every in the job and train"
@@ -264,8 +265,8 @@ def check_whole(checkpoint: Checkpoint) -> None:
     """UserError that names the first file of a checkpoint that is not as it was written."""
     for problem in problems(checkpoint):
         raise UserError(
-            f"{problem}; delete this checkpoint (eth checkpoint delete {checkpoint.path}) and go on from the one"
-            " before it"
+            f"{problem}; delete this checkpoint (eth checkpoint delete {checkpoint.path}) and use another,"
+            " such as the one before it"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from actors.checkpoints import is_checkpoint_folder
+from actors.checkpoints import Checkpoint, check_whole, is_checkpoint_folder, read_manifest
 from actors.engine.hugging_face import from_theirs, their_shapes, their_tensor
 from actors.engine.remote_tensors import RemoteTensors
 from actors.model_files import is_weight_file
@@ -60,8 +60,11 @@ def open_weights(path: StoragePath, model: ModelSpec) -> Weights:
 
 
 def check_weights(path: StoragePath, model: ModelSpec) -> None:
-    """UserError unless `path` holds weights of a model, by what the files say of themselves alone."""
+    """UserError unless `path` holds weights of a model, by what the files say of themselves; of a checkpoint, which
+    has sums, every byte is looked at."""
     open_weights(path, model)
+    if is_checkpoint_folder(path):
+        check_whole(Checkpoint(path, read_manifest(path)))
 
 
 def padded_shard(parameter: Parameter, part: torch.Tensor, *, tp: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from actors.checkpoints import (
     prune,
     write_manifest,
 )
+from actors.engine.weight_files import check_weights
 from actors.job import Checkpointing, Training
 from actors.run_weights import run_weights
 from actors.save_schedule import SaveSchedule
@@ -279,5 +280,7 @@ def test_a_run_s_own_place_is_found(
         UserError, match=r"__0_0.distcp was changed after it was written.*delete this checkpoint"
     ):
         run_weights(tmp_path, checkpoint=20)
+    with pytest.raises(UserError, match="was changed after it was written"):
+        check_weights(checkpoint_path(place, 20), make_model())
     with pytest.raises(UserError, match=r"--checkpoint 11: .* holds the checkpoints after iteration 10"):
         run_weights(tmp_path, checkpoint=11)
