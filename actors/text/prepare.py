@@ -272,6 +272,6 @@ def _told_where(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"token files cannot be written to {folder}: {error.strerror}; make room there, or name another folder"
-            " (eth data prepare: --output; a job: the environment's XDG_CACHE_HOME)"
+            f"token files cannot be written to {folder}: {error.strerror}; name a folder that has room"
+            " (eth data prepare: by --output; a job: by XDG_CACHE_HOME in the environment)"
         ) from None

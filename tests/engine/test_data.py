@@ -56,7 +56,9 @@ def test_the_same_content_is_written_once_and_other_content_apart(tmp_path: Path
 
 def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(UserError, match=r"cannot be written to .*: Not a directory; set XDG_CACHE_HOME to"):
+    with pytest.raises(
+        UserError, match=r"cannot be written to .*: Not a directory; name a folder .*XDG_CACHE_HOME"
+    ):
         prepare_tokens(tmp_path / "text.txt", cache_dir=tmp_path / "text.txt" / "cache")
 
 
