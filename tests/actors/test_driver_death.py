@@ -50,10 +50,11 @@ def actor_processes(folder: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            maps = (entry / "maps").read_text() if command.startswith(b"ray::Worker") else ""
+            worker = command.startswith(b"ray::Worker")
+            opened = [os.readlink(link) for link in (entry / "fd").iterdir()] if worker else []
         except OSError:
             continue
-        if str(folder) in maps:
+        if any(path.startswith(str(folder)) for path in opened):
             found.append(int(entry.name))
     return found
 
