@@ -15,7 +15,7 @@ import pytest
 from actors.checkpoints import checkpoints, problems
 from actors.job import read_job
 from actors.planning import prepare
-from actors.storage import StoragePath, storage_path
+from actors.storage import storage_path
 from eth_service.cli import main
 from eth_service.run_files import MetricsFile
 from planner.plan import Dtypes, PlanEmulation, read_plan
@@ -38,21 +38,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("directory", "data"),
-    [(None, MIXTURE), (f"s3://{BUCKET}/killed", {"path": "text.txt"})],
-    ids=["a mixture, into the run folder", "into object storage"],
-)
-def test_a_killed_run_goes_on_under_another_plan(
-    tmp_path: Path, directory: str | None, data: dict[str, Any], storage: ObjectStorage
-) -> None:
-    settings = {"every": 3, "keep": 2} | ({} if directory is None else {"directory": directory})
-    job = write_job(tmp_path, steps=STEPS, checkpoint=settings, data=data)
+def test_a_killed_run_goes_on_under_another_plan(tmp_path: Path, storage: ObjectStorage) -> None:
+    """It learns from a mixture and saves into object storage. (One that is stopped, below, saves into its folder.)"""
+    directory = f"s3://{BUCKET}/killed"
+    settings = {"every": 3, "keep": 2, "directory": directory}
+    job = write_job(tmp_path, steps=STEPS, checkpoint=settings, data=MIXTURE)
     (tmp_path / "few.txt").write_text("Few words, that come again and again. " * 50)
     folder = tmp_path / "run"
-    saves: StoragePath = folder / "checkpoints"
-    if directory is not None:
-        saves = storage_path(directory, base=tmp_path, field="checkpoint.directory")
+    saves = storage_path(directory, base=tmp_path, field="checkpoint.directory")
     killed = Run([str(job), "--output", str(folder)], tmp_path)
     assert wait_until(lambda: len(checkpoints(saves)) > 0)
     os.killpg(killed.process.pid, signal.SIGKILL)
@@ -82,9 +75,8 @@ def test_a_killed_run_goes_on_under_another_plan(
     assert [kept.iteration for kept in checkpoints(saves)] == [9, STEPS]
     assert json.loads((folder / "summary.json").read_text())["iterations"] == STEPS
     assert resumed.leaves_nothing()
-    if directory is not None:
-        assert not (folder / "checkpoints").exists()
-        assert {"step-00000009", "step-00000012"} == {name.split("/")[1] for name in storage.names("killed")}
+    assert not (folder / "checkpoints").exists()
+    assert {"step-00000009", "step-00000012"} == {name.split("/")[1] for name in storage.names("killed")}
 
 
 def losses_of_one_process(path: Path, cache: Path) -> list[float]:
