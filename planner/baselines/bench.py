@@ -18,7 +18,7 @@ from planner.baselines.sketch import Chain, Settled, Sketch
 from planner.baselines.splits import LayerPlan, Splitter
 from planner.cost.models import CostModels
 from planner.cost.plan_memory import check_memory
-from planner.cost.price import with_prediction
+from planner.cost.price import iteration_seconds, with_prediction
 from planner.errors import UserError
 from planner.local_batches import Pace
 from planner.plan import PipelinePlan, Plan, StagePlan
@@ -363,12 +363,6 @@ class Bench:
 
 def _is_power(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def iteration_seconds(plan: Plan) -> float:
-    """Of a priced plan."""
-    assert plan.predicted is not None
-    return plan.predicted.iteration_seconds
 
 
 def plan_fits(plan: Plan) -> bool:

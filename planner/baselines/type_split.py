@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.baselines import metis
-from planner.baselines.bench import Bench, Budget, iteration_seconds, plan_fits
+from planner.baselines.bench import Bench, Budget, plan_fits
 from planner.baselines.memory_savers import ZeroStage
 from planner.cluster import Node
 from planner.cost.models import CostModels
+from planner.cost.price import iteration_seconds
 from planner.local_batches import Pace, allocate, equal_shares
 from planner.plan import PipelinePlan, Plan
 from planner.profile.table import ProfileTable

@@ -17,6 +17,7 @@ from planner.profile.table import ProfileTable, StepSeconds
 
 __all__ = [
     "check_memory",
+    "iteration_seconds",
     "pipeline_stages",
     "plan_shapes",
     "price_plan",
@@ -90,6 +91,12 @@ def with_prediction(
 ) -> Plan:
     """The same plan with `predicted` filled (`price_plan`)."""
     return plan.model_copy(update={"predicted": price_plan(plan, profile=profile, cost=cost)})
+
+
+def iteration_seconds(plan: Plan) -> float:
+    """Of a priced plan."""
+    assert plan.predicted is not None, "only a priced plan has a price"
+    return plan.predicted.iteration_seconds
 
 
 def pipeline_stages(plan: Plan, pipeline: int, cost: StageCost) -> list[StageSeconds]:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from planner.cost.models import CostModels
+from planner.cost.price import iteration_seconds
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.control import PARTS, SearchControl
 from planner.search.exact import strategy as exact
-from planner.search.exact.plans import iteration_seconds
 from planner.search.paper import strategy as paper
 from planner.search.paper.budget import EvaluationBudget
 from planner.search.paper.refine_plan import refine_plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from planner.cost.price import iteration_seconds
 from planner.plan import PipelinePlan, Plan
 from planner.prices import cost_per_million_tokens
 
@@ -25,7 +26,7 @@ class Shortlist:
         """Without `rank`, the predicted seconds of an iteration."""
         assert most >= 1
         self._most = most
-        self._rank = rank or _iteration_seconds
+        self._rank = rank or iteration_seconds
         self._kept: dict[object, tuple[float, int, Plan]] = {}
         self._offered = 0
 
@@ -48,12 +49,7 @@ class Shortlist:
 
 def rank_of(objective: str) -> Callable[[Plan], float]:
     """What a plan is ranked by: its seconds, or the cost of its tokens."""
-    return _iteration_seconds if objective == "time" else _cost
-
-
-def _iteration_seconds(plan: Plan) -> float:
-    assert plan.predicted is not None, "only a priced plan can be compared"
-    return plan.predicted.iteration_seconds
+    return iteration_seconds if objective == "time" else _cost
 
 
 def _cost(plan: Plan) -> float:

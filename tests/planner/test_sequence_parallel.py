@@ -8,7 +8,7 @@ import pytest
 
 from planner.cluster import Cluster, from_short_form
 from planner.cost.plan_memory import PlanMemory, check_memory
-from planner.cost.price import pipeline_stages, price_plan, replica_seconds
+from planner.cost.price import iteration_seconds, pipeline_stages, price_plan, replica_seconds
 from planner.cost.stages import StageCost
 from planner.errors import UserError, parse
 from planner.model_spec import PRESETS, ModelSpec
@@ -19,7 +19,6 @@ from planner.request import PlanRequest
 from planner.search import find_plan
 from planner.search.control import SearchControl, SearchOptions
 from planner.search.diagnose import fits
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import every_pool
 from planner.search.paper.stage_figures import StageKey, StageShop
 from tests.engine.law_plans import by_position, with_recompute

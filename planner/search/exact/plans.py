@@ -152,9 +152,3 @@ class Assembler:
             local_batch_size=-(-samples // size) * size,
             stages=tuple(stages),
         )
-
-
-def iteration_seconds(plan: Plan) -> float:
-    """The price of a plan that has one."""
-    assert plan.predicted is not None
-    return plan.predicted.iteration_seconds

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.pipeline import stage_end_seconds
+from planner.cost.price import iteration_seconds
 from planner.plan import PipelinePlan, Plan, PredictedPipeline
 from planner.profile.table import StepSeconds
 from planner.search.exact.chains import Chain
 from planner.search.exact.placement import Order, Placed
-from planner.search.exact.plans import Assembler, iteration_seconds
+from planner.search.exact.plans import Assembler
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.settle import Settler
 from planner.search.exact.stage_table import StageTable

@@ -10,13 +10,14 @@ from typing import Literal
 import numpy as np
 
 from planner.cost.models import CostModels
+from planner.cost.price import iteration_seconds
 from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.exact.choices import stage_choices
 from planner.search.exact.make_table import StageFigures, TableMaker
-from planner.search.exact.plans import Assembler, iteration_seconds
+from planner.search.exact.plans import Assembler
 from planner.search.exact.pool import Pool, pools
 from planner.search.exact.prices import (
     Budget,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.cost.models import CostModels
-from planner.cost.price import with_prediction
+from planner.cost.price import iteration_seconds, with_prediction
 from planner.errors import UserError
 from planner.plan import Bound, Plan, Predicted
 from planner.profile.table import ProfileTable
@@ -18,7 +18,6 @@ from planner.search.diagnose import cannot_fit, fits
 from planner.search.exact.bound import RELAXATIONS, lower_bound
 from planner.search.exact.bound_tables import bound_tables
 from planner.search.exact.make_table import TableMaker
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import Pool, every_pool
 from planner.search.exact.prices import DevicePrices
 from planner.search.exact.solve import ExactSolver, Solution

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.cost.models import CostModels
-from planner.cost.price import check_memory, with_prediction
+from planner.cost.price import check_memory, iteration_seconds, with_prediction
 from planner.errors import UserError
 from planner.local_batches import allocate
 from planner.plan import PipelinePlan, Plan, StagePlan
@@ -14,7 +14,6 @@ from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.assemble import renumbered
 from planner.search.by_position import cut_by_position
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import every_pool
 from planner.search.paper.balance import true_pace
 from planner.search.paper.bottleneck import BottleneckSearch

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Literal
 
+from planner.cost.price import iteration_seconds
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.control import SearchControl
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import Pool, Vector
 from planner.search.paper.balance import Balanced, Balancer
 from planner.search.paper.budget import EvaluationBudget

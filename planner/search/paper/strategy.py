@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from planner.cost.price import iteration_seconds
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.control import SearchControl, SearchStopped
 from planner.search.diagnose import cannot_fit
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import Pool, pools
 from planner.search.paper.budget import EvaluationBudget
 from planner.search.paper.device_groups import count_groups

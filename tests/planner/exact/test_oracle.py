@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from planner.cost.price import check_memory, price_plan
+from planner.cost.price import check_memory, iteration_seconds, price_plan
 from planner.errors import UserError
 from planner.request import PlanRequest
 from planner.search.exact import strategy
-from planner.search.exact.plans import iteration_seconds
 from planner.search.exact.pool import every_pool
 from planner.search.exact.solve import ExactSolver
 from tests.planner.brute_force import every_plan
