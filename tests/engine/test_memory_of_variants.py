@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from actors.engine.trainer import TrainerConfig
 from planner.cluster import Cluster
-from planner.cost.plan_memory import PlanMemory
 from planner.model_spec import ModelSpec
 from planner.plan import Dtypes, Plan, Precision
 from tests.engine.law_plans import by_position, whole_layers, with_recompute
 from tests.engine.rank_pool import RankPool
-from tests.engine.rank_training import training_of, write_tokens
-from tests.engine.test_memory_prediction import peak_of_rank
+from tests.engine.rank_training import write_tokens
+from tests.engine.test_memory_prediction import check_peaks
 from tests.plans import Degrees, make_llama, make_model, make_plan
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "max_sequence_length": 128}
@@ -190,14 +188,4 @@ PLANS: dict[str, Callable[[], Plan]] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_tensor_bytes_are_those_of_a_tracker(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    plan = PLANS[name]()
-    config = TrainerConfig(
-        plan=plan, training=training_of(plan, steps=2), tokens=write_tokens(tmp_path), timeout_seconds=30
-    )
-    peaks = rank_pool.run(peak_of_rank, config, world_size=plan.world_size)
-    memory = PlanMemory(plan)
-    for number in range(len(plan.pipelines[0].stages)):
-        places = zip(plan.ranks, peaks, strict=True)
-        peak = max(measured for place, measured in places if place.stage == number)
-        predicted = memory.model.tensor_bytes(memory.load(pipeline=0, stage=number, replica=0))
-        assert peak <= predicted <= 1.05 * peak, (number, predicted / peak - 1)
+    check_peaks(rank_pool, PLANS[name](), write_tokens(tmp_path))
