@@ -7,17 +7,17 @@ the others on the one below. Backward replays what a layer gave up, so the price
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.catalogue import DeviceType
 from planner.cost.ladder import Rung, ladder
 from planner.cost.layer_flow import Recompute, recompute_of
-from planner.cost.memory import MemoryModel, RowBytes, StageLoad, most_tensor_bytes
+from planner.cost.memory import MemoryModel, StageLoad, most_tensor_bytes
+from planner.cost.room import Around, Room
 from planner.cost.stages import StageCost
 from planner.operators import GATHERING_OPERATORS, SUMMED_OPERATORS, layer_operators
 
@@ -32,41 +32,65 @@ class Replay:
     seconds: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """The rungs of a ladder, with figures of one layer and one micro-batch by rung: columns [rung, 1]."""
+
+    rungs: tuple[Rung, ...]
+    kept: FloatArray
+    """Bytes that the layer keeps."""
+    revived: FloatArray
+    """Bytes that its backward needs more (`RowBytes.layer_revived`)."""
+    seconds: FloatArray
+
+
 class RecomputeModel:
     """Answers for one job; everything asked twice is kept."""
 
     def __init__(self, cost: StageCost, memory: MemoryModel) -> None:
         self._cost, self._memory = cost, memory
-        self._ladders: dict[tuple[str, int, int, bool], tuple[Rung, ...]] = {}
-        self._around: dict[tuple[int, int, int, bool, bool, int, bool, int], _Around] = {}
+        self._ladders: dict[tuple[str, int, int, bool], _Steps] = {}
+        self._around: dict[tuple[int, int, int, bool, bool, int, bool, int], Around] = {}
 
     def ladder(
         self, *, device_type: str, tp: int, rows: int, sequence_parallel: bool = False
     ) -> tuple[Rung, ...]:
         """The rungs of a replica's layers; the first is nothing, the last keeps only the layers' inputs."""
+        return self._steps(device_type, tp, rows, sequence_parallel).rungs
+
+    def _steps(self, device_type: str, tp: int, rows: int, sequence_parallel: bool) -> _Steps:
         key = (device_type, tp, rows, sequence_parallel)
         if key not in self._ladders:
-            cost, model = self._cost, self._cost.model
-            groups, whole = (
-                cost.profile.groups(device_type).layer,
-                cost.activation_all_reduce(device_type, tp, rows),
-            )
-            names = layer_operators(model)
-            moved = dict.fromkeys(SUMMED_OPERATORS, whole)
-            if sequence_parallel:
-                both = (*SUMMED_OPERATORS, *GATHERING_OPERATORS)
-                moved = {name: whole / 2 for name in both if name in names}
-            self._ladders[key] = ladder(
-                self._memory.rows_bytes(tp, rows, sequence_parallel).values,
-                names,
-                groups,
-                {
-                    group.name: cost.group_step(group, device_type, tp, rows, sequence_parallel).forward
-                    for group in groups
-                },
-                moved,
+            rungs = self._rungs(*key)
+            sizes = self._memory.rows_bytes(tp, rows, sequence_parallel)
+            sets = [frozenset(rung.operators) for rung in rungs]
+            self._ladders[key] = _Steps(
+                rungs,
+                np.array([[sizes.layer_saved - rung.saved_bytes] for rung in rungs]),
+                np.array([[sizes.layer_revived(operators)] for operators in sets]),
+                np.array([[rung.seconds] for rung in rungs]),
             )
         return self._ladders[key]
+
+    def _rungs(self, device_type: str, tp: int, rows: int, sequence_parallel: bool) -> tuple[Rung, ...]:
+        cost, model = self._cost, self._cost.model
+        groups = cost.profile.groups(device_type).layer
+        whole = cost.activation_all_reduce(device_type, tp, rows)
+        names = layer_operators(model)
+        moved = dict.fromkeys(SUMMED_OPERATORS, whole)
+        if sequence_parallel:
+            both = (*SUMMED_OPERATORS, *GATHERING_OPERATORS)
+            moved = {name: whole / 2 for name in both if name in names}
+        return ladder(
+            self._memory.rows_bytes(tp, rows, sequence_parallel).values,
+            names,
+            groups,
+            {
+                group.name: cost.group_step(group, device_type, tp, rows, sequence_parallel).forward
+                for group in groups
+            },
+            moved,
+        )
 
     def fewest(self, loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
         """The least replay with which a stage fits every one of its devices; None if no replay is enough.
@@ -75,17 +99,14 @@ class RecomputeModel:
         stage recomputes the same in all of them, climbing the ladder of one; of these the quickest counts.
         """
         found = [
-            replay for type_, load in loads if (replay := self._climb(self._ladder_of(type_, load), loads))
+            replay
+            for type_, load in loads
+            if (replay := self._climb(self._steps_of(type_, load).rungs, loads))
         ]
         return min(found, key=lambda replay: max(replay.seconds)) if found else None
 
-    def _ladder_of(self, device_type: str, load: StageLoad) -> tuple[Rung, ...]:
-        return self.ladder(
-            device_type=device_type,
-            tp=load.tp,
-            rows=load.rows,
-            sequence_parallel=load.sequence_parallel,
-        )
+    def _steps_of(self, device_type: str, load: StageLoad) -> _Steps:
+        return self._steps(device_type, load.tp, load.rows, load.sequence_parallel)
 
     def recompute_at(self, *, device_type: str, load: StageLoad) -> Recompute | None:
         """`fewest` of a stage of one kind of replica, without the seconds."""
@@ -108,26 +129,25 @@ class RecomputeModel:
     ) -> FloatArray:
         """`seconds_table` of loads that differ in nothing but ZeRO: [load, in_flight, layers]."""
         load = loads[0]
-        rungs = self._ladder_of(device_type, load)
+        steps = self._steps_of(device_type, load)
         sizes = self._memory.rows_bytes(load.tp, load.rows, load.sequence_parallel)
-        saved = sizes.layer_saved
         device = self._cost.device_types[device_type]
         around = [self._around_of(one, most_in_flight) for one in loads]
-        room = _Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
+        room = Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
         if relaxed:
-            table = _relaxed(room, rungs, saved, sizes.never_alive)
+            table = _relaxed(room, steps.rungs, sizes.layer_saved, sizes.never_alive)
         else:
-            table = _whole(room, rungs, [_revived(sizes, rung) for rung in rungs], saved)
+            table = _whole(room, steps)
         table[:, 0] = np.inf
         return table
 
-    def _around_of(self, load: StageLoad, most_in_flight: int) -> _Around:
+    def _around_of(self, load: StageLoad, most_in_flight: int) -> Around:
         ends = load.embedding, load.head
         # Under ZeRO-2 gradients of an end arrive from the other replicas while it runs backward.
         dp = load.dp if load.zero_stage == 2 and any(ends) else 1
         key = (load.tp, load.rows, load.layers, *ends, most_in_flight, load.sequence_parallel, dp)
         if key not in self._around:
-            self._around[key] = _Around(self._memory, load, most_in_flight)
+            self._around[key] = Around(self._memory, load, most_in_flight)
         return self._around[key]
 
     def _climb(self, rungs: Sequence[Rung], loads: Sequence[tuple[str, StageLoad]]) -> Replay | None:
@@ -185,139 +205,44 @@ def recompute_on(rungs: Sequence[Rung], layers: int, place: int) -> Recompute:
     return recompute_of(counts)
 
 
-def _revived(sizes: RowBytes, rung: Rung) -> float:
-    return sizes.layer_revived(frozenset(rung.operators))
-
-
-class _Around:
-    """What a stage holds beside its state and what its layers keep, by micro-batches in flight and layers: bytes that
-    depend neither on the device nor on how many share the state."""
-
-    def __init__(self, memory: MemoryModel, load: StageLoad, most_in_flight: int) -> None:
-        self.layers = np.arange(load.layers + 1, dtype=np.float64)
-        self.in_flight = np.arange(most_in_flight + 1, dtype=np.float64)[:, None]
-        self.once = np.maximum(self.in_flight, 1)
-        bases = [memory.step_bases(one) for one in _few_layers(load)]
-
-        def by_layers(name: str) -> FloatArray:
-            return _by_layers([float(getattr(base, name) or 0.0) for base in bases], load.layers)
-
-        self.bytes = self.in_flight * by_layers("in_flight") + by_layers("messages")
-        self.layer, self.head = by_layers("layer"), by_layers("head")
-        self.embedding = by_layers("embedding") - by_layers("embedding_kept") if load.embedding else None
-
-
-class _Room:
-    """Bytes that the layers of a stage may keep of one micro-batch, by load, micro-batches in flight and layers.
-
-    `ends` is what head and embedding leave them; `layer` what a layer's backward leaves, if nothing that the last
-    layer gives up is alive again then. -inf where nothing fits.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryModel,
-        every: Sequence[_Around],
-        loads: Sequence[StageLoad],
-        device: DeviceType,
-        slack: float,
-    ) -> None:
-        """`slack` of a byte above the largest whole number of bytes that fits still counts as fitting.
-
-        `every` is what is around the state of each load.
-        """
-        around = every[0]
-        self.layers, self.in_flight, self.once = around.layers, around.in_flight, around.once
-        state, update = (
-            np.array(lines)[:, None]
-            for lines in zip(*(_state_by_layers(memory, load) for load in loads), strict=True)
-        )
-        left = (most_tensor_bytes(device) + slack) / memory.memory_scale - state
-        room = np.where(update > left, -np.inf, left - around.bytes)
-        self.layer = (room - around.layer) / self.once
-        self.ends = (room - np.array([one.head for one in every])[:, None]) / self.once
-        if around.embedding is not None:
-            # The oldest micro-batch's layers are freed by then.
-            others = room - np.array([one.embedding for one in every])[:, None]
-            most = np.where(others < 0, -np.inf, others / np.maximum(self.in_flight - 1, _NONE))
-            self.ends = np.minimum(self.ends, most)
-
-    def kept(self, revived: float) -> FloatArray:
-        """What all layers may keep together when the last one's backward needs so many bytes more for recomputing."""
-        return np.minimum(self.ends, self.layer - revived / self.once)
-
-
-def _state_by_layers(memory: MemoryModel, load: StageLoad) -> tuple[FloatArray, FloatArray]:
-    """`MemoryModel.state_bytes` by number of layers."""
-    # What a narrow wire needs stops growing at some number of layers.
-    most = load.layers if memory.narrow_wire else min(load.layers, 2)
-    known = [memory.state_bytes(load, layers=count) for count in range(most + 1)]
-    state, update = (_by_layers(list(line), load.layers) for line in zip(*known, strict=True))
-    return state, update
-
-
-def _all_layers(load: StageLoad) -> list[StageLoad]:
-    """The stage with every number of layers, from 0."""
-    return [replace(load, layers=count, recompute=()) for count in range(load.layers + 1)]
-
-
-def _few_layers(load: StageLoad) -> list[StageLoad]:
-    """The stage with 0, 1 and 2 layers, as far as it has them."""
-    return _all_layers(replace(load, layers=min(load.layers, 2), recompute=()))
-
-
-def _by_layers(known: list[float], layers: int) -> FloatArray:
-    """A figure for every number of layers, of those with 0, 1 and 2: layers are alike, so each beyond the first adds
-    as much as the second. (Or of all of them.)"""
-    if len(known) == layers + 1:
-        return np.array(known)
-    none, one, two = known
-    found = one + (two - one) * np.arange(-1.0, layers)
-    found[0] = none
-    return found
-
-
-# Divides what is left by no micro-batch at all: there is room for any.
-_NONE = 1e-30
-
-
-def _whole(room: _Room, rungs: Sequence[Rung], revived: Sequence[float], saved: float) -> FloatArray:
-    """Some layers on a rung, the others on the one below. `revived` are what the rungs' backward needs more."""
-    layers, top = room.layers, rungs[-1].saved_bytes
+def _whole(room: Room, ladder: _Steps) -> FloatArray:
+    """Some layers on a rung, the others on the one below."""
+    layers, kept = room.layers, ladder.kept
     roomiest = room.kept(0.0)
-    table = np.where(layers * saved <= roomiest, 0.0, np.inf)
+    table = np.where(layers * kept[0] <= roomiest, 0.0, np.inf)
     # What does not fit although nothing is alive again fits on no rung; a hair more, for rounding.
-    fits = layers * (saved - top) * (1 - 1e-9) <= roomiest * (1 + 1e-9)
+    fits = layers * kept[-1] * (1 - 1e-9) <= roomiest * (1 + 1e-9)
     open_ = np.flatnonzero(np.isinf(table) & fits)
-    every_once = np.broadcast_to(room.once, table.shape).ravel()
-    for (below, rung), (needs_below, needs) in zip(pairwise(rungs), pairwise(revived), strict=True):
-        if not open_.size:
-            break
-        count, once = layers[open_ % len(layers)], every_once[open_]
-        kept_below, kept = saved - below.saved_bytes, saved - rung.saved_bytes
-        # Not all layers: the backward of the last one, and that of the last on the rung, when those behind are freed.
-        needed = (count * kept_below - room.kept(needs_below).ravel()[open_]) / (kept_below - kept)
-        steps = np.maximum(np.ceil(needed), 1)
-        left = room.layer.ravel()[open_] - needs / once - count * kept_below * (1 - 1 / once)
-        slope = kept_below - kept - kept_below / once
-        with np.errstate(divide="ignore", invalid="ignore"):
-            further = np.where(slope > 0, np.maximum(steps, np.ceil(-left / slope)), steps)
-        mixed = (further < count) & (left + further * slope >= 0)
-        steps = np.where(mixed, further, count)
-        reached = mixed | (count * kept <= room.kept(needs).ravel()[open_])
-        seconds = steps * rung.seconds + (count - steps) * below.seconds
-        table.ravel()[open_[reached]] = seconds[reached]
-        open_ = open_[~reached]
+    if not open_.size or len(kept) == 1:
+        return table
+    count, once = layers[open_ % len(layers)], np.broadcast_to(room.once, table.shape).ravel()[open_]
+    # [rung, cell], of all rungs together: that takes less time than one after the other.
+    last = room.layer.ravel()[open_] - ladder.revived / once
+    room_for = np.minimum(room.ends.ravel()[open_], last)
+    # Not all layers: the backward of the last one, and that of the last on the rung, when those behind are freed.
+    saved, behind = kept[:-1] - kept[1:], count * kept[:-1]
+    steps = np.maximum(np.ceil((behind - room_for[:-1]) / saved), 1)
+    left = last[1:] - behind * (1 - 1 / once)
+    slope = saved - kept[:-1] / once
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.where(slope > 0, np.maximum(steps, np.ceil(-left / slope)), steps)
+    mixed = (steps < count) & (left + steps * slope >= 0)
+    steps = np.where(mixed, steps, count)
+    reached = mixed | (count * kept[1:] <= room_for[1:])
+    again = ladder.seconds
+    seconds = np.where(reached, steps * again[1:] + (count - steps) * again[:-1], np.inf)
+    # Of the lowest rung that is reached.
+    table.ravel()[open_] = seconds[reached.argmax(axis=0), np.arange(len(open_))]
     return table
 
 
-def _relaxed(room: _Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+def _relaxed(room: Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
     """Layers give up any part, at the price of the hull. The larger of two needs: that of layers of which nothing is
     alive again, and that where all but so many bytes of the last one is."""
     return np.maximum(_relaxed_alike(room, rungs, saved), _relaxed_last(room, rungs, saved, not_alive))
 
 
-def _relaxed_alike(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
+def _relaxed_alike(room: Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
     """Every layer gives up as much, at the least seconds of the hull."""
     need = room.layers * saved - room.kept(0.0)
     with np.errstate(invalid="ignore"):
@@ -333,7 +258,7 @@ def _relaxed_alike(room: _Room, rungs: Sequence[Rung], saved: float) -> FloatArr
     return np.where(fits, seconds, np.inf)
 
 
-def _relaxed_last(room: _Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+def _relaxed_last(room: Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
     """What the last layer gives up counts once less, being alive again in its backward but for some bytes.
 
     Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight. The hull h is

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -56,14 +57,6 @@ class Shape:
     ratio: float
     """Between neighbours of the grid that the periods are from."""
 
-    def samples_within(self, seconds: float, cells: IntArray | slice = slice(None)) -> FloatArray:
-        """Of some cells or all."""
-        period = self.period[cells]
-        with np.errstate(invalid="ignore"):
-            rounds = np.floor((seconds - self.fill[cells]) / period) + 1
-        samples: FloatArray = np.where(np.isfinite(period) & (rounds >= 1), rounds, 0.0)
-        return samples * self.table.micro_batch_size
-
     def ends(self, samples: int) -> FloatArray:
         """When a single pipeline ends so many samples, by cell; infinite where it cannot."""
         rounds = -(-samples // self.table.micro_batch_size) - 1
@@ -85,11 +78,25 @@ class Columns:
     shapes_made: int = 2
     """Shapes of a column whose chains are worked out, the most promising."""
 
+    @cached_property
+    def _figures(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Periods and fills [shape, cell], and the micro-batch sizes of the shapes."""
+        periods = np.array([shape.period for shape in self.shapes]).reshape(-1, len(self.vectors))
+        fills = np.array([shape.fill for shape in self.shapes]).reshape(periods.shape)
+        sizes = np.array([[shape.table.micro_batch_size] for shape in self.shapes], dtype=float)
+        return periods, fills, sizes.reshape(-1, 1)
+
+    def _samples_within(self, seconds: float, cells: IntArray | slice) -> FloatArray:
+        """A guess at what the best chains end within `seconds`: [shape, cell]."""
+        periods, fills, sizes = self._figures
+        with np.errstate(invalid="ignore"):
+            # None where no chain has this shape: there the period is infinite.
+            rounds = np.floor((seconds - fills[:, cells]) / periods[:, cells]) + 1
+        return np.where(np.isfinite(periods[:, cells]), np.maximum(rounds, 0.0), 0.0) * sizes
+
     def values(self, seconds: float) -> IntArray:
         """Samples that each column's best chain ends within `seconds`: made ones exactly, others by guess."""
-        worth = np.zeros(len(self.vectors))
-        for shape in self.shapes:
-            np.maximum(worth, shape.samples_within(seconds), out=worth)
+        worth = self._samples_within(seconds, slice(None)).max(axis=0, initial=0.0)
         for cell, chains in self.made.items():
             worth[cell] = max((chain.pace.samples_within(seconds) for chain in chains), default=0)
         found: IntArray = worth.astype(np.int64)
@@ -103,11 +110,9 @@ class Columns:
 
     def make(self, cell: int, seconds: float) -> None:
         """Work out the real chains of a column's most promising shapes."""
-        order = sorted(
-            (-float(shape.samples_within(seconds, np.array([cell]))[0]), index)
-            for index, shape in enumerate(self.shapes)
-        )
-        shapes = [self.shapes[index] for worth, index in order if worth < 0][: self.shapes_made]
+        worth = self._samples_within(seconds, np.array([cell]))[:, 0]
+        order = np.argsort(-worth, kind="stable")[: self.shapes_made]
+        shapes = [self.shapes[index] for index in order if worth[index] > 0]
         self.made[cell] = [chain for shape in shapes for chain in self.chains(shape, cell, seconds)]
 
     def chains(self, shape: Shape, cell: int, seconds: float) -> list[Chain]:
@@ -349,15 +354,12 @@ class Combiner:
         useful = self._affordable(spent[best], worth[best], pipelines, needed)
         if not useful.any():
             return None
-        order = [int(i) for i in best[useful]]
+        order = best[useful]
         unit = self.columns.box.unit
-        knapsack = Knapsack(
-            tuple(count // unit for count in self.budget.counts),
-            [tuple(int(n) // unit for n in self.columns.vectors[i]) for i in order],
-            [int(worth[i]) for i in order],
-        )
+        limits = tuple(count // unit for count in self.budget.counts)
+        knapsack, kept = Knapsack.of(limits, self.columns.vectors[order] // unit, worth[order])
         total, taken = knapsack.best(pipelines)
-        return [order[item] for item in taken] if total >= needed else None
+        return [int(order[kept[item]]) for item in taken] if total >= needed else None
 
     def _affordable(self, spent: FloatArray, worth: IntArray, pipelines: int, needed: float) -> BoolArray:
         """Columns that a set worth `needed` may have: raise the prices until none is worth more than it costs; then no

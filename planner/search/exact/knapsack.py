@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Vector = tuple[int, ...]
+IntArray = npt.NDArray[np.int64]
 
 # Up to here the number of items taken can be limited; each is one more layer of states.
 MOST_COUNTED = 8
@@ -20,6 +21,17 @@ class Knapsack:
         self._limits = limits
         self._items = items
         self._worth = worth
+
+    @classmethod
+    def of(cls, limits: Vector, needs: IntArray, worth: IntArray) -> tuple[Knapsack, IntArray]:
+        """The knapsack of items [item, limit] without those that another is worth as much as with no more needs, and
+        the indices of those that it has."""
+        no_more = np.all(needs[:, None] <= needs, axis=2) & (worth[:, None] >= worth)
+        # Of items alike the first.
+        alike = no_more & no_more.T
+        beaten = (no_more & (~alike | np.tri(len(worth), k=-1, dtype=bool).T)).any(axis=0)
+        kept = np.flatnonzero(~beaten)
+        return cls(limits, [tuple(map(int, needs[i])) for i in kept], [int(worth[i]) for i in kept]), kept
 
     def best(self, most: int) -> tuple[int, list[int]]:
         """Most worth of a multiset of up to `most` items, and the items' indices (with repetition).
@@ -82,9 +94,9 @@ class Knapsack:
             return False
         into = tuple(slice(need, None) for need in needs)
         room = tuple(slice(None, limit + 1 - need) for need, limit in zip(needs, self._limits, strict=True))
-        offered = source[room] + copies * worth
-        wins = offered > best[into]
+        offered, target = source[room] + copies * worth, best[into]
+        wins = offered > target
         if wins.any():
-            best[into] = np.where(wins, offered, best[into])
-            last[into] = np.where(wins, index, last[into])
+            np.copyto(target, offered, where=wins)
+            np.copyto(last[into], index, where=wins)
         return True

@@ -43,9 +43,11 @@ class PricedChains:
         limits: FloatArray,
         each: float = 0.0,
         enough: FloatArray | None = None,
+        least: bool = False,
         ranking: Ranking | None = None,
     ) -> None:
-        """`ranking` is that of the table at these prices, if there is one already."""
+        """With `least` only the least value of each cell is asked for: any other may be a lower bound that is no less.
+        `ranking` is that of the table at these prices, if there is one already."""
         self.table = table
         self.paces = paces
         self.each = each
@@ -54,7 +56,7 @@ class PricedChains:
         self.known = table.max_stages
         # What the stages behind cost, and the row of each cell.
         self._held: list[tuple[FloatArray, IntArray]] = []
-        self._run(enough)
+        self._run(enough, least)
 
     @property
     def seconds(self) -> FloatArray:
@@ -64,40 +66,51 @@ class PricedChains:
         )
         return found
 
-    def _run(self, enough: FloatArray | None) -> None:
+    def _run(self, enough: FloatArray | None, least_only: bool) -> None:
         layers, last = self.table.layers, self.table.max_stages
-        # What the layers that are left cost at least, by layers held.
-        ahead = np.zeros((len(self.paces), layers + 1))
-        if enough is not None:
-            ahead += np.minimum(self._weights.least_layer(), _MUCH)[:, None] * np.arange(layers, -1, -1)
         self.values[:, 0] = self._weights.of(Role.SINGLE, 1)[:, layers]
         held, cells = self._weights.of(Role.LAST, 1), np.arange(len(self.paces))
-        # Bounds of what a first stage costs: what it costs at an earlier position.
-        first = np.zeros((len(self.paces), layers + 1))
+        if last > 1:
+            # Bounds of what a first stage costs: what it costs at an earlier position.
+            first = self._weights.of(Role.FIRST, 2).copy()
+            on_first = _least_share(first)
+        # What each layer that is left costs at least.
+        each, bounded = np.zeros(len(self.paces)), least_only or enough is not None
+        if bounded:
+            each += np.minimum(self._weights.least_layer(), _MUCH)
+        left = np.arange(layers, -1, -1)
         for position in range(2, last + 1):
             # What more stages cost only grows, so a cell whose every state costs enough is done.
-            least = (held + ahead[cells]).min(axis=1)
-            done = least >= (self.values[cells].min(axis=1) if enough is None else enough[cells])
-            if done.all() or (enough is not None and done.sum() > _DONE * len(cells)):
-                self.values[cells[done], position - 1 :] = least[done, None]
-                held, cells = held[~done], cells[~done]
+            costs = (held + each[cells, None] * left).min(axis=1)
+            wanted = np.full(len(cells), np.inf) if enough is None else enough[cells]
+            best = self.values[cells].min(axis=1)
+            if least_only:
+                wanted = np.minimum(wanted, best)
+            done = costs >= (best if enough is None else wanted)
+            if done.all() or (bounded and done.sum() > _DONE * len(cells)):
+                self.values[cells[done], position - 1 :] = costs[done, None]
+                held, cells, wanted = held[~done], cells[~done], wanted[~done]
             if not len(cells):
                 self.known = position - 1
                 break
             rows = np.full(len(self.paces), -1)
             rows[cells] = np.arange(len(cells))
             self._held.append((held, rows))
-            self.values[cells, position - 1] = self._closed(position, held, cells, first, enough)
+            self.values[cells, position - 1] = self._closed(position, held, cells, first, wanted)
             if position < last:
-                held = join(held, self._weights.of(Role.MIDDLE, position, cells))
+                middle = self._weights.of(Role.MIDDLE, position, cells)
+                held = join(held, middle)
+                if bounded:
+                    # Of stages further ahead, which hold more micro-batches in flight.
+                    each[cells] = np.maximum(each[cells], np.minimum(_least_share(middle), on_first[cells]))
 
     def _closed(
-        self, position: int, held: FloatArray, cells: IntArray, first: FloatArray, enough: FloatArray | None
+        self, position: int, held: FloatArray, cells: IntArray, first: FloatArray, wanted: FloatArray
     ) -> FloatArray:
-        """Values by cell with the first stage at this position; what is no less than `enough` need not be exact."""
+        """Values by cell with the first stage at this position; what is no less than is wanted need not be exact."""
         behind = held[:, ::-1]
         values: FloatArray = (behind + first[cells]).min(axis=1)
-        near = np.arange(len(cells)) if enough is None else np.flatnonzero(values < enough[cells])
+        near = np.flatnonzero(values < wanted)
         if near.size:
             first[cells[near]] = self._weights.of(Role.FIRST, position, cells[near])
             values[near] = (behind[near] + first[cells[near]]).min(axis=1)
@@ -122,6 +135,12 @@ class PricedChains:
             found.append((int(choices[every[:, 0, taken].argmin(), taken]), taken))
             left -= taken
         return make_chain(self.table, found)
+
+
+def _least_share(weights: FloatArray) -> FloatArray:
+    """What a layer of a stage costs at least: by cell."""
+    found: FloatArray = (weights[:, 1:] / np.arange(1, weights.shape[1])).min(axis=1, initial=_MUCH)
+    return found
 
 
 def least_seconds(

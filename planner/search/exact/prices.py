@@ -166,9 +166,15 @@ class Intervals:
         return Intervals(self.table, self.low[which], self.high[which])
 
     def priced(
-        self, prices: DevicePrices, *, below: float = np.inf, ranking: Ranking | None = None
+        self,
+        prices: DevicePrices,
+        *,
+        below: float = np.inf,
+        least: bool = False,
+        ranking: Ranking | None = None,
     ) -> PricedChains:
-        """The best chains; those that end what they cost no sooner than `below` need not be known."""
+        """The best chains; those that end what they cost no sooner than `below` need not be known, nor with `least` any
+        but the best of each interval."""
         enough = self.table.micro_batch_size * (below / self.low + 1) - prices.per_pipeline
         return PricedChains(
             self.table,
@@ -177,6 +183,7 @@ class Intervals:
             limits=self.high,
             each=prices.per_pipeline,
             enough=enough if np.isfinite(below) else None,
+            least=least,
             ranking=ranking,
         )
 
@@ -219,7 +226,7 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
         for held in [*(held.lowest(_GUIDES, prices) for held in whole[:1]), *whole]:
             near = held.below(limit, prices).affordable(prices, budget)
             if near.low.size:
-                priced = near.priced(prices, below=limit)
+                priced = near.priced(prices, below=limit, least=True)
                 best = float(priced.seconds.min(initial=np.inf))
                 limit = min(limit, best + _FIRST * abs(best))
                 _add_best(priced, pool, below=limit)
@@ -251,7 +258,7 @@ def find_prices(
             held = whole.below(limit, prices).affordable(prices, budget)
             if not held.low.size:
                 continue
-            priced = held.priced(prices, below=limit)
+            priced = held.priced(prices, below=limit, least=True)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
             new += _add_best(priced, pool, below=min(prices.seconds, limit))
@@ -280,7 +287,7 @@ def _promising(
     for table in tables:
         held = Intervals.of(table).below(limit, prices).affordable(prices, budget)
         if held.low.size:
-            least = held.priced(prices, below=limit).seconds.min(axis=1, initial=np.inf)
+            least = held.priced(prices, below=limit, least=True).seconds.min(axis=1, initial=np.inf)
             near = least < limit
             if near.any():
                 yield held.kept(near, np.zeros_like(near)), float(least.min())

@@ -40,7 +40,13 @@ class Ranking:
         order = np.argsort(cost, kind="stable")
         self._order = order[np.isfinite(cost[order])]
         self._last = max(min(table.max_stages, table.in_flight), 2)
-        self._known: dict[tuple[Role, By, int], tuple[npt.NDArray[np.int32], FloatArray]] = {}
+        # Which choices beat which depends on their order alone, and that is often the one of the prices before.
+        alike = self._order.tobytes()
+        if alike not in table.ranked_in_order:
+            table.ranked_in_order.clear()
+        self._known: dict[tuple[Role, str, int], tuple[npt.NDArray[np.int32], FloatArray]] = (
+            table.ranked_in_order.setdefault(alike, {})
+        )
         self._asked: dict[tuple[Role, By, int, int, int], Ranked] = {}
 
     def of(self, role: Role, position: int, *, upto: int, by: By) -> Ranked:
@@ -68,11 +74,11 @@ class Ranking:
         held = np.minimum(np.minimum(positions, table.in_flight), table.max_stages)
         replay = table.replay[role][order[:, None], held]
         seconds = (table.plain[role][order, None] + replay).reshape(len(order), -1)
-        figures = {"seconds": (), "after": (table.after,), "tail": (table.after, table.tail)}[by]
-        others = [
+        after, tail = (
             np.repeat(figure[role][order, None], len(positions), axis=1).reshape(seconds.shape)
-            for figure in figures
-        ]
+            for figure in (table.after, table.tail)
+        )
+        others = {"seconds": (), "after": (seconds + after,), "tail": (after, tail)}[by]
         ranked = undominated(seconds, *others)
         shape = (len(ranked), len(positions), table.layers + 1)
         seconds = np.take_along_axis(seconds, ranked, axis=0)

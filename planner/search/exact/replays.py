@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 # Cells of tables that are worked out together: more would leave the processor's cache.
-_TOGETHER = 14_000
+_TOGETHER = 8_000
 
 
 class Replica(NamedTuple):

@@ -19,13 +19,16 @@ def least_sum(table: StageTable, box: Box, *, stages: int, period: float) -> Cha
     """
     steps = box.steps(table)
     sums: list[FloatArray] = []
-    for position in range(1, stages + 1):
-        weights = _weights(table, steps, position=position, stages=stages, period=period)
-        sums.append(_prepend(weights, sums[-1] if sums else None, box.shape, table.layers))
+    weights = [
+        _weights(table, steps, position=position, stages=stages, period=period)
+        for position in range(1, stages + 1)
+    ]
+    for line in weights:
+        sums.append(_prepend(line, sums[-1] if sums else None, box.shape, table.layers))
     goal = tuple(size - 1 for size in box.shape)
     if not np.isfinite(sums[-1][(*goal, table.layers)]):
         return None
-    return _trace(table, steps, sums, goal, period=period)
+    return _trace(table, steps, sums, weights, goal, period=period)
 
 
 Weights = dict[Vector, FloatArray]
@@ -36,10 +39,13 @@ def _weights(
 ) -> Weights:
     """Least weight by layers for each count vector of a stage."""
     role = role_of(position=position, stages=stages)
-    return {
-        counts: _by_choice(table, role, position, choices, period).min(axis=0)
-        for counts, choices in steps.items()
-    }
+    every = _by_choice(
+        table, role, position, [choice for choices in steps.values() for choice in choices], period
+    )
+    starts = np.cumsum([0, *map(len, steps.values())])[:-1]
+    # Of a table without choices that use these devices there is nothing to reduce.
+    least = np.minimum.reduceat(every, starts, axis=0) if steps else every
+    return dict(zip(steps, least, strict=True))
 
 
 def _by_choice(table: StageTable, role: Role, position: int, choices: list[int], period: float) -> FloatArray:
@@ -65,15 +71,20 @@ def _prepend(weights: Weights, behind: FloatArray | None, shape: Vector, layers:
 
 
 def _trace(
-    table: StageTable, steps: dict[Vector, list[int]], sums: list[FloatArray], goal: Vector, *, period: float
+    table: StageTable,
+    steps: dict[Vector, list[int]],
+    sums: list[FloatArray],
+    weights: list[Weights],
+    goal: Vector,
+    *,
+    period: float,
 ) -> Chain:
     """Walk back through the sums; the same additions give the same floats, so equality finds the choice."""
     found: list[tuple[int, int]] = []
     counts, left, stages = goal, table.layers, len(sums)
     for position in range(stages, 0, -1):
-        weights = _weights(table, steps, position=position, stages=stages, period=period)
         behind = sums[position - 2] if position > 1 else None
-        need, taken = _step(weights, behind, sums[position - 1], counts, left)
+        need, taken = _step(weights[position - 1], behind, sums[position - 1], counts, left)
         role = role_of(position=position, stages=stages)
         choices = steps[need]
         best = int(_by_choice(table, role, position, choices, period)[:, taken].argmin())

@@ -98,6 +98,13 @@ class StageTable:
         return self.after.max(axis=(1, 2), initial=0.0), self.tail.max(axis=(1, 2), initial=0.0)
 
     @cached_property
+    def ranked_in_order(
+        self,
+    ) -> dict[bytes, dict[tuple[Role, str, int], tuple[npt.NDArray[np.int32], FloatArray]]]:
+        """What `ranking` worked out for the last order of the choices; it fills this."""
+        return {}
+
+    @cached_property
     def least_period(self) -> float:
         """Of any stage; infinite if none fits."""
         return float(self.least.min(initial=np.inf))

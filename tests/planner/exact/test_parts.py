@@ -72,6 +72,31 @@ def test_values_below_what_is_enough_are_exact_and_others_no_lower(seed: int, sh
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("share", [0.9, 1.3, np.inf])
+def test_the_least_value_of_a_cell_is_exact_where_it_alone_is_asked_for(seed: int, share: float) -> None:
+    table = random_table(seed)
+    naive = np.array(
+        [[naive_value(table, stages, pace, pace * 1.5) for stages in (1, 2, 3)] for pace in PACES]
+    )
+    best = naive.min(axis=1)
+    enough = None if share == np.inf else np.where(np.isfinite(best), best * share, 1.0)
+    priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5, enough=enough, least=True)
+    assert (priced.values <= naive * (1 + 1e-9)).all()
+    fits, least = np.isfinite(best), priced.values.min(axis=1)
+    if enough is not None:
+        assert (least >= np.minimum(best, enough) * (1 - 1e-9)).all()
+    if share < 1:
+        return
+    assert least[fits] == pytest.approx(best[fits])
+    for cell in np.flatnonzero(fits):
+        stages = int(priced.values[cell].argmin()) + 1
+        chain = priced.trace(int(cell), stages)
+        spent = sum(stage_seconds(table, chain.specs)) + after_first(table, chain.specs)
+        cost = float(np.dot(PRICES, counts_of(table, chain.specs)))
+        assert spent * table.micro_batch_size / PACES[cell] + cost == pytest.approx(best[cell])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_traced_chain_has_the_value_that_was_found(seed: int) -> None:
     table = random_table(seed)
     priced = PricedChains(table, PRICES, paces=PACES, limits=PACES * 1.5)
@@ -262,6 +287,23 @@ def test_the_knapsack_is_that_of_enumeration(seed: int, most: int) -> None:
     assert sum(worth[i] for i in taken) >= total
     assert len(taken) <= most
     assert all(sum(items[i][k] for i in taken) <= limits[k] for k in (0, 1))
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("most", [1, 3, 50])
+def test_items_that_another_beats_are_of_no_use_to_the_knapsack(seed: int, most: int) -> None:
+    draw = np.random.default_rng(seed)
+    needs = draw.integers(0, 4, (12, 2))
+    needs = needs[needs.any(axis=1)]
+    worth = draw.integers(1, 10, len(needs))
+    limits = (5, 4)
+    every = Knapsack(limits, [tuple(map(int, item)) for item in needs], [int(value) for value in worth])
+    fewer, kept = Knapsack.of(limits, needs, worth)
+    assert 0 < len(kept) < len(needs)
+    total, taken = fewer.best(most)
+    assert total == every.best(most)[0]
+    assert sum(int(worth[kept[i]]) for i in taken) >= total
+    assert (needs[kept[taken]].sum(axis=0) <= limits).all()
 
 
 def test_prices_of_the_linear_program_are_worth_what_is_there() -> None:
