@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.search.exact.chains import Chain, make_chain
 from planner.search.exact.envelope import undominated
-from planner.search.exact.ranking import Ranking
+from planner.search.exact.ranking import Ranked, Ranking
 from planner.search.exact.role import Role, role_of
 from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
 
@@ -54,8 +54,8 @@ class PricedChains:
         self._weights = _Weights(ranking or Ranking(table, table.cost(prices)), paces, limits)
         self.values = np.full((len(paces), table.max_stages), np.inf)
         self.known = table.max_stages
-        # What the stages behind cost, and the row of each cell.
-        self._held: list[tuple[FloatArray, IntArray]] = []
+        # What the stages behind cost, what one more in the middle does, and the row of each cell.
+        self._held: list[tuple[FloatArray, FloatArray, IntArray]] = []
         self._run(enough, least)
 
     @property
@@ -95,10 +95,10 @@ class PricedChains:
                 break
             rows = np.full(len(self.paces), -1)
             rows[cells] = np.arange(len(cells))
-            self._held.append((held, rows))
             self.values[cells, position - 1] = self._closed(position, held, cells, first, wanted)
+            middle = self._weights.of(Role.MIDDLE, position, cells)
+            self._held.append((held, middle, rows))
             if position < last:
-                middle = self._weights.of(Role.MIDDLE, position, cells)
                 held = join(held, middle)
                 if bounded:
                     # Of stages further ahead, which hold more micro-batches in flight.
@@ -122,17 +122,14 @@ class PricedChains:
         left = self.table.layers
         for position in range(stages, 0, -1):
             role = role_of(position=position, stages=stages)
-            every, choices = self._weights.choices(role, position, np.array([cell]))
-            weights = np.full(left + 1, np.inf)
-            size = min(left + 1, every.shape[2])
-            weights[:size] = every[:, 0, :size].min(axis=0)
             taken = left
             if position > 1:
-                held, rows = self._held[position - 2]
-                behind = held[rows[cell]]
-                taken = int(np.argmin(behind[left::-1] + weights))
-            # Of equal ones that of the cheapest devices.
-            found.append((int(choices[every[:, 0, taken].argmin(), taken]), taken))
+                held, middle, rows = self._held[position - 2]
+                weights = middle[rows[cell]]
+                if role is Role.FIRST:
+                    weights = self._weights.of(role, position, np.array([cell]))[0]
+                taken = int(np.argmin(held[rows[cell], left::-1] + weights[: left + 1]))
+            found.append((self._weights.best(role, position, cell, taken), taken))
             left -= taken
         return make_chain(self.table, found)
 
@@ -226,16 +223,22 @@ class _Weights:
 
     def _least(self, role: Role, position: int, cells: IntArray) -> FloatArray:
         found = np.full((len(cells), self._table.layers + 1), np.inf)
-        weights, _ = self.choices(role, position, cells)
+        ranked, spent = self._ranked(role, position)
+        weights = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
+        np.putmask(weights, ranked.seconds[:, None] > self._limits[cells, None], np.inf)
         weights.min(axis=0, initial=np.inf, out=found[:, : self.most + 1])
         return found
 
-    def choices(self, role: Role, position: int, cells: IntArray) -> tuple[FloatArray, IntArray]:
-        """Weights [rank, cell, layers] and which choices they are of: [rank, layers]."""
+    def best(self, role: Role, position: int, cell: int, layers: int) -> int:
+        """The choice that costs least with so many layers, of equal ones that of the cheapest devices."""
+        ranked, spent = self._ranked(role, position)
+        weights = spent[:, layers] * self._rate[cell] + ranked.cost[:, layers]
+        weights[ranked.seconds[:, layers] > self._limits[cell]] = np.inf
+        return int(ranked.choices[weights.argmin(), layers])
+
+    def _ranked(self, role: Role, position: int) -> tuple[Ranked, FloatArray]:
+        """The choices, and the seconds that each takes of its cell's: [rank, layers]."""
         ranked = self._ranking.of(
             role, position, upto=self.most + 1, by="after" if role.embedding else "seconds"
         )
-        spent = ranked.seconds + ranked.after if role.embedding else ranked.seconds
-        weights: FloatArray = spent[:, None] * self._rate[cells, None] + ranked.cost[:, None]
-        np.putmask(weights, ranked.seconds[:, None] > self._limits[cells, None], np.inf)
-        return weights, ranked.choices
+        return ranked, ranked.seconds + ranked.after if role.embedding else ranked.seconds
