@@ -12,7 +12,7 @@ from planner.search.exact.pool import Pool, Vector
 
 # Stages that mix types: replicas of each type differ in speed, so rows must balance them; of these the ones
 # that waste least are kept, so many for each TP degree and pair of kinds.
-_MOST_MIXED = 6
+_MOST_MIXED = 3
 _MIXED_WASTE = 1.25
 # Up to so many devices more of them are kept, however they waste.
 _FEW_DEVICES, _MANY_MIXED = 6, 24
