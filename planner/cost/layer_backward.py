@@ -38,6 +38,7 @@ class LayerBackward:
             min(map(OPERATOR_ORDER.__getitem__, names), default=-1) for names in self._readers
         ]
         self._operators = layer_operators(sizes.model)
+        self._besides: dict[str, tuple[float, float]] = {}
 
     def most(self, operators: OperatorSet) -> float:
         """Bytes alive at once at the most when a layer recomputes these operators: of what it keeps, of what is
@@ -148,6 +149,11 @@ class LayerBackward:
 
     def _beside(self, name: str) -> tuple[float, float]:
         """What an operator's backward holds beyond saved values: when it first reads them, and at the most."""
+        if name not in self._besides:
+            self._besides[name] = self._work_out_beside(name)
+        return self._besides[name]
+
+    def _work_out_beside(self, name: str) -> tuple[float, float]:
         if OPERATOR_ORDER[name] > OPERATOR_ORDER["attention_residual"]:
             return self._beside_mlp(name)
         # Past attention goes the sum of the MLP's gradient and of what came in.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from planner.catalogue import DeviceType
 from planner.cluster import Links
 from planner.cost.exchange import WAYS, Exchange, Replica, Side, Way, choose_exchange
@@ -290,11 +292,10 @@ class StageCost:
                 )
                 layer = layer.plus(StepSeconds(0.0, again))
             lines.append((ends, layer))
-        return tuple(
-            max(ends.forward + count * layer.forward for ends, layer in lines)
-            + max(ends.backward + count * layer.backward for ends, layer in lines)
-            for count in range(most_layers + 1)
-        )
+        count = np.arange(most_layers + 1)
+        forward = [ends.forward + count * layer.forward for ends, layer in lines]
+        backward = [ends.backward + count * layer.backward for ends, layer in lines]
+        return tuple((np.maximum.reduce(forward) + np.maximum.reduce(backward)).tolist())
 
     def exchange(self, sender: StageShape, receiver: StageShape) -> Exchange:
         """How each replica of `receiver` gets one micro-batch from `sender`."""
