@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,8 @@ Format = Literal["text", "jsonl", "parquet", "megatron", "numpy"]
 
 STDLIB_BYTES = 32_000_000
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# So many files or folders of a kind are told one by one.
+_TOLD = 3
 # What `make_tokens` names a part of a text: no text of a user's.
 _MADE = re.compile(r"[0-9a-f]{32}\.tokens")
 _SUFFIXES: dict[str, Format] = {
@@ -28,13 +30,26 @@ _SUFFIXES: dict[str, Format] = {
 }
 
 
-def files_of(source: TextSource) -> list[Path]:
-    """A text's files in order. UserError if there are none, or the path does not exist or cannot be listed."""
+def silent(*_: object) -> None:
+    pass
+
+
+def tell(say: Callable[[str], None], lines: Sequence[str], *, others: str) -> None:
+    """Say a few of the lines, and of the rest how many `others` there are."""
+    for line in lines[:_TOLD]:
+        say(line)
+    if len(lines) > _TOLD:
+        say(f"and {len(lines) - _TOLD} more {others}")
+
+
+def files_of(source: TextSource, say: Callable[[str], None] = silent) -> list[Path]:
+    """A text's files in order; `say` is told what of a folder cannot be looked into. UserError if there are none, or
+    the path does not exist or cannot be listed."""
     path = source.path
     if not isinstance(path, Path):
         return _stdlib_files(source.field)
     if os.path.isdir(path):
-        return _folder_files(path, source.pattern, source.field)
+        return _folder_files(path, source.pattern, source.field, say)
     if os.path.exists(path):
         return [path]
     # Megatron's tools name a pair by what both files have in common.
@@ -62,23 +77,26 @@ def format_of(source: TextSource, files: Sequence[Path]) -> Format:
     return next(iter(found))
 
 
-def _folder_files(folder: Path, pattern: str, field: str) -> list[Path]:
+def _folder_files(folder: Path, pattern: str, field: str, say: Callable[[str], None]) -> list[Path]:
     """Regular files in the order of their relative paths; hidden files and folders are left out."""
     try:
         found = {path.relative_to(folder): path for path in folder.rglob(pattern)}
-        visible = [name for name in found if not any(part.startswith(".") for part in name.parts)]
-        files = [found[name] for name in sorted(visible) if found[name].is_file()]
+        visible = [found[name] for name in sorted(found) if not _hidden(name)]
+        files = [path for path in visible if path.is_file()]
     except (ValueError, NotImplementedError) as error:
         raise UserError(
             f"{field}.pattern = {pattern!r} is no pattern for files below a folder ({error}); write *.txt, say"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{field}.path = {str(folder)!r} cannot be listed: {error.strerror}; make it readable"
+            f"{field}.path = {str(folder)!r}: {error.filename or folder} cannot be looked at: {error.strerror};"
+            " make it readable"
         ) from None
+    left_out = _tell_left_out(folder, visible, files, field, say)
     if not files:
+        told = f" ({left_out[0]})" if left_out else ""
         raise UserError(
-            f"{field}.pattern = {pattern!r} matches no file in {folder}; change the pattern or the folder"
+            f"{field}.pattern = {pattern!r} matches no file in {folder}{told}; change the pattern or the folder"
         )
     made = next((file for file in files if _MADE.fullmatch(file.name)), None)
     if made is not None:
@@ -89,6 +107,54 @@ def _folder_files(folder: Path, pattern: str, field: str) -> list[Path]:
             " stopped"
         )
     return files
+
+
+def _tell_left_out(
+    folder: Path, visible: Sequence[Path], files: Sequence[Path], field: str, say: Callable[[str], None]
+) -> list[str]:
+    """What of a folder is no part of its text though it may have been meant to be: told, and all of it returned."""
+    broken = [
+        f"data file {path} is a link to nothing ({os.readlink(path)}) and is left out"
+        for path in visible
+        if path.is_symlink() and not path.exists()
+    ]
+    closed, links = _not_looked_into(folder, field)
+    unlisted = [f"data folder {path} cannot be listed ({why}) and is left out" for path, why in closed]
+    seen = {parent for file in files for parent in file.parents}
+    linked = [
+        f"data folder {path} is a link, which is not followed: it is left out"
+        for path in links
+        if path not in seen
+    ]
+    tell(say, broken, others="links to nothing are left out")
+    tell(say, unlisted, others="data folders cannot be listed and are left out")
+    tell(say, linked, others="links to folders are left out")
+    return [*broken, *unlisted, *linked]
+
+
+def _hidden(name: Path) -> bool:
+    """Whether a relative path, or a folder on it, begins with a dot."""
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _not_looked_into(folder: Path, field: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """Folders below a folder that cannot be listed, each with the reason, and links to folders, which globs do not
+    follow; neither says a word of them. UserError if the folder itself cannot be listed."""
+    closed: list[tuple[Path, str]] = []
+    links: list[Path] = []
+
+    def refused(error: OSError) -> None:
+        path = Path(error.filename)
+        if path == folder:
+            raise UserError(
+                f"{field}.path = {str(folder)!r} cannot be listed: {error.strerror}; make it readable"
+            )
+        closed.append((path, str(error.strerror)))
+
+    for place, folders, _ in os.walk(folder, onerror=refused):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links += [path for path in (Path(place, name) for name in folders) if path.is_symlink()]
+    return sorted(closed), sorted(links)
 
 
 def _stdlib_files(field: str) -> list[Path]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from actors.data_settings import TextSource
 from actors.engine.tokens import Part, TokenFile, TokenHeader
-from actors.text.files import Format, files_of, format_of
+from actors.text.files import Format, files_of, format_of, silent, tell
 from actors.text.in_place import megatron_parts, numpy_parts
 from actors.text.readers import PIECE_BYTES, Span, pieces, raw, units_of, unreadable
 from actors.text.tokenizer import Tokenizer, load_tokenizer
@@ -26,10 +26,6 @@ from planner.errors import UserError
 _FORMAT = "tokens 2"
 
 Progress = Callable[[int, int], None]
-
-
-def silent(*_: object) -> None:
-    pass
 
 
 def make_tokens(
@@ -43,9 +39,10 @@ def make_tokens(
     """The tokens of a text, in `cache_dir` under names made of their content, so that nothing is made twice.
 
     A try that was killed leaves whole parts, which the next one takes over. `progress` gets the units done and all of
-    them; `say` is told of empty files, which are left out. UserError names what is missing, empty or unreadable.
+    them; `say` is told what is left out: empty files, folders that cannot be listed. UserError names what is missing,
+    empty or unreadable.
     """
-    files = files_of(source)
+    files = files_of(source, say)
     format_ = format_of(source, files)
     with _told_where(cache_dir):
         if format_ in ("megatron", "numpy"):
@@ -85,8 +82,7 @@ def _tokenized(
     filled = filled_files(source, files, format_, say)
     work = _Work(format_, source.text_field, source.tokenizer, source.end_of_document, cache_dir)
     units = units_of(filled, format_)
-    for file in sorted(set(filled) - {span.path for unit in units for span in unit}):
-        say(f"data file {file} is empty and is left out")
+    _tell_empty(sorted(set(filled) - {span.path for unit in units for span in unit}), say)
     cache_dir.mkdir(parents=True, exist_ok=True)
     parts = []
     for done, part in enumerate(_made(units, work, tokenizer, processes), start=1):
@@ -115,9 +111,16 @@ def filled_files(
         (empties if empty else filled).append(file)
     if not filled:
         raise _no_text(source, files)
-    for file in empties:
-        say(f"data file {file} is empty and is left out")
+    _tell_empty(empties, say)
     return filled
+
+
+def _tell_empty(files: Sequence[Path], say: Callable[[str], None]) -> None:
+    tell(
+        say,
+        [f"data file {file} is empty and is left out" for file in files],
+        others="data files are empty and are left out",
+    )
 
 
 def _no_text(source: TextSource, files: Sequence[Path]) -> UserError:

@@ -9,8 +9,8 @@ from typing import Literal
 
 from actors.data_settings import BYTE, TextSource
 from actors.engine.tokens import TokenFile, check_room, check_vocabulary, windows_of
-from actors.text.files import files_of, format_of
-from actors.text.prepare import filled_files, make_tokens, silent
+from actors.text.files import files_of, format_of, silent
+from actors.text.prepare import filled_files, make_tokens
 from actors.text.prepared import prepared_of
 from actors.text.tokenizer import load_tokenizer
 

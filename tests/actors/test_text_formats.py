@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ from hypothesis import strategies as st
 from actors.data_settings import TextSource
 from actors.engine.tokens import TokenFile, check_vocabulary
 from actors.text import readers
+from actors.text.files import files_of
 from actors.text.text import prepare_text
 from planner.errors import UserError
 
+_NOBODY = 65534
 DOCUMENTS = ["one\n", "zwei ü", "three\nlines\n"]
 EXPECTED = [*DOCUMENTS[0].encode(), 256, *DOCUMENTS[1].encode(), 256, *DOCUMENTS[2].encode(), 256]
 
@@ -250,6 +255,100 @@ def test_empty_files_are_left_out_and_told(tmp_path: Path) -> None:
     made = prepare_text(TextSource(folder), cache_dir=tmp_path / "cache", say=told.append)
     assert made.tokens.tolist() == [97, 256]
     assert told == [f"data file {folder / 'b.txt'} is empty and is left out"]
+
+
+def test_of_many_empty_files_a_few_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "z.txt").write_text("a")
+    for index in range(12):
+        (folder / f"{index:02}.txt").touch()
+    told: list[str] = []
+    prepare_text(TextSource(folder), cache_dir=tmp_path / "cache", say=told.append)
+    assert told[:3] == [
+        f"data file {folder / f'0{index}.txt'} is empty and is left out" for index in range(3)
+    ]
+    assert told[3:] == ["and 9 more data files are empty and are left out"]
+
+
+def test_links_that_lead_nowhere_or_to_a_folder_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "gone.txt").symlink_to("nowhere.txt")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    (folder / ".#hidden").symlink_to("nowhere")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.txt").write_text("b")
+    (folder / "more").symlink_to(other)
+    told: list[str] = []
+    made = prepare_text(TextSource(folder), cache_dir=tmp_path / "cache", say=told.append)
+    assert made.tokens.tolist() == [97, 256]
+    assert told == [
+        f"data file {folder / 'gone.txt'} is a link to nothing (nowhere.txt) and is left out",
+        f"data file {folder / 'loop.txt'} is a link to nothing (loop.txt) and is left out",
+        f"data folder {folder / 'more'} is a link, which is not followed: it is left out",
+    ]
+    # A pattern that goes through the link reads its files, and so nothing is left out.
+    told.clear()
+    source = TextSource(folder, pattern="more/*.txt")
+    made = prepare_text(source, cache_dir=tmp_path / "cache", say=told.append)
+    assert made.tokens.tolist() == [98, 256] and told == []
+    (folder / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"pattern = '\*' matches no file in .*gone.txt is a link to nothing"):
+        tokens_of(folder, tmp_path / "cache")
+
+
+def test_folders_that_cannot_be_listed_are_told(unprivileged_folder: Path) -> None:
+    folder = unprivileged_folder
+    (folder / "a.txt").write_text("a")
+    closed = [folder / name for name in ("b", "c/d", "e", "f", "g")]
+    for path in closed:
+        path.mkdir(parents=True)
+        path.chmod(0)
+    told: list[str] = []
+    try:
+        assert files_of(TextSource(folder), told.append) == [folder / "a.txt"]
+        assert told == [
+            *(
+                f"data folder {path} cannot be listed (Permission denied) and is left out"
+                for path in closed[:3]
+            ),
+            "and 2 more data folders cannot be listed and are left out",
+        ]
+        (folder / "a.txt").unlink()
+        with pytest.raises(UserError, match=r"matches no file in .*b cannot be listed \(Permission denied\)"):
+            files_of(TextSource(folder))
+        with pytest.raises(UserError, match=r"data.path = .*b' cannot be listed: Permission denied; make it"):
+            files_of(TextSource(closed[0]))
+        # A folder that can be listed and not entered: its files cannot be looked at.
+        (folder / "h").mkdir()
+        (folder / "h" / "a.txt").write_text("a")
+        (folder / "h").chmod(0o444)
+        with pytest.raises(
+            UserError, match=r"h/a.txt cannot be looked at: Permission denied; make it readable"
+        ):
+            files_of(TextSource(folder))
+    finally:
+        for path in (*closed, folder / "h"):
+            path.chmod(0o700)
+
+
+@pytest.fixture
+def unprivileged_folder() -> Iterator[Path]:
+    """A folder in which the rights of files count: root, whom they do not bind, becomes another user meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if os.geteuid() != 0:
+            yield folder
+            return
+        os.chown(folder, _NOBODY, -1)
+        os.seteuid(_NOBODY)
+        try:
+            yield folder
+        finally:
+            os.seteuid(0)
 
 
 def test_files_of_several_formats_are_refused(tmp_path: Path) -> None:
