@@ -31,6 +31,11 @@ def documents_with_surplus(begins: torch.Tensor | None, *, rows: int) -> torch.T
     return torch.cat([begins, begins.new_zeros(rows - len(begins), begins.shape[1])])
 
 
+def micro_batch_bytes(*, rows: int, sequence_length: int) -> int:
+    """Of inputs, labels and where documents begin."""
+    return (8 + 8 + 4) * rows * sequence_length
+
+
 class ReplicaBatches:
     """Cuts a pipeline's range of the global batch into micro-batches, and those by the stage's `rows`.
 
@@ -68,8 +73,8 @@ class ReplicaBatches:
 
     @property
     def micro_batch_bytes(self) -> int:
-        """Of inputs, labels and where documents begin."""
-        return (8 + 8 + 4) * (self._rows[1] - self._rows[0]) * self._sequence_length
+        """As the function of this name."""
+        return micro_batch_bytes(rows=self._rows[1] - self._rows[0], sequence_length=self._sequence_length)
 
     def _range(self, index: int) -> tuple[int, int]:
         """The micro-batch's rows as samples of the global batch, without those that reach past the pipeline's."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from actors.engine.batches import documents_with_surplus, with_surplus
+from actors.engine.batches import documents_with_surplus, micro_batch_bytes, with_surplus
 from actors.engine.data import HeldOutSamples
 from actors.engine.device import Device
+from actors.engine.hand_over import HandOver
 from actors.engine.model.loss import NOT_COUNTED
+from actors.engine.read_ahead import Reader, most_ready
 from actors.engine.stage_runner import StageRunner
 from planner.plan import Plan, RankPlace
 
@@ -54,16 +57,14 @@ class HeldOutBatches:
     """A replica's rows of held-out samples, in rounds of one global batch each, cut as training's are.
 
     Only the first `samples` come, and never more than there are. Of the last round a pipeline has the part of its
-    range that is left; surplus rows hold token 0 and labels that are not counted.
+    range that is left; surplus rows hold token 0 and labels that are not counted. Tensors are in the host's memory.
     """
 
-    def __init__(
-        self, *, plan: Plan, place: RankPlace, held_out: HeldOutSamples, samples: int, device: torch.device
-    ) -> None:
+    def __init__(self, *, plan: Plan, place: RankPlace, held_out: HeldOutSamples, samples: int) -> None:
         pipeline = plan.pipelines[place.pipeline]
         self.samples = min(samples, held_out.count)
         self.rounds = -(-self.samples // plan.global_batch_size)
-        self._held_out, self._device = held_out, device
+        self._held_out, self._sequence_length = held_out, plan.sequence_length
         self._round_samples = plan.global_batch_size
         self._micro_batch_size = pipeline.micro_batch_size
         self._range = plan.sample_ranges()[place.pipeline]
@@ -77,14 +78,22 @@ class HeldOutBatches:
     def micro_batch(self, number: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 `[rows, sequence]`, of a round's micro-batch."""
         rows = self._rows[1] - self._rows[0]
-        inputs, labels = with_surplus(*self._held_out.batch(*self._chosen(number, index)), rows=rows)
-        return inputs.to(self._device), labels.to(self._device)
+        return with_surplus(*self._held_out.batch(*self._chosen(number, index)), rows=rows)
 
     def documents(self, number: int, index: int) -> torch.Tensor | None:
         """Where in a micro-batch's rows documents begin, as `ReplicaBatches.documents`."""
         begins = self._held_out.documents(*self._chosen(number, index))
-        begins = documents_with_surplus(begins, rows=self._rows[1] - self._rows[0])
-        return None if begins is None else begins.to(self._device)
+        return documents_with_surplus(begins, rows=self._rows[1] - self._rows[0])
+
+    @property
+    def most_ready(self) -> int:
+        """How many micro-batches may lie ready ahead of the forward steps."""
+        return most_ready(
+            micro_batches=self.micro_batches(0),
+            micro_batch_bytes=micro_batch_bytes(
+                rows=self._rows[1] - self._rows[0], sequence_length=self._sequence_length
+            ),
+        )
 
     def _chosen(self, number: int, index: int) -> tuple[int, int]:
         start, last = self._bounds(number)
@@ -99,31 +108,72 @@ class HeldOutBatches:
         return first, last
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A micro-batch in the host's memory."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor] | None
+    documents: torch.Tensor | None
+
+
+class _Round:
+    """The micro-batches of a round, taken from the thread that reads them when the first part of one is asked for."""
+
+    def __init__(self, reader: Reader[_Ready], hand_over: HandOver) -> None:
+        self._reader, self._hand_over = reader, hand_over
+        self._index = -1
+        self._ready: _Ready | None = None
+
+    def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self._at(index).tokens
+        assert tokens is not None, "the stage was said to read no tokens"
+        return self._hand_over.taken(tokens[0]), self._hand_over.taken(tokens[1])
+
+    def documents(self, index: int) -> torch.Tensor | None:
+        documents = self._at(index).documents
+        return None if documents is None else self._hand_over.taken(documents)
+
+    def _at(self, index: int) -> _Ready:
+        if index != self._index:
+            assert index == self._index + 1, "micro-batches are asked for in their order"
+            self._ready, _ = self._reader.take()
+            self._index = index
+        assert self._ready is not None
+        return self._ready
+
+
 class Evaluator:
-    """Runs one rank's part of evaluations. Every rank of the world calls `run` at the same moment."""
+    """Runs one rank's part of evaluations. Every rank of the world calls `run` at the same moment.
+
+    `reads_tokens` tells whether the rank's stage needs them. A thread of `run`'s reads ahead of its forward
+    steps.
+    """
 
     def __init__(
-        self, *, place: RankPlace, runner: StageRunner, batches: HeldOutBatches, device: Device
+        self,
+        *,
+        place: RankPlace,
+        runner: StageRunner,
+        batches: HeldOutBatches,
+        device: Device,
+        reads_tokens: bool,
     ) -> None:
         self._place, self._runner, self._batches, self._device = place, runner, batches, device
+        self._reads_tokens, self._hand_over = reads_tokens, HandOver(device.torch_device)
 
     def run(self, iteration: int) -> Validation:
         """The loss of the parameters as they are now; `iteration` is the last that changed them."""
         start = time.monotonic()
         losses: list[torch.Tensor] = []
         counted: list[torch.Tensor] = []
-
-        def batch(number: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs, labels = self._batches.micro_batch(number, index)
-            counted.append((labels != NOT_COUNTED).sum())
-            return inputs, labels
-
-        for number in range(self._batches.rounds):
-            losses += self._runner.forward_only(
-                partial(batch, number),
-                partial(self._batches.documents, number),
-                micro_batches=self._batches.micro_batches(number),
-            )
+        with closing(Reader(self._made(), most=self._batches.most_ready)) as reader:
+            for number in range(self._batches.rounds):
+                ahead = _Round(reader, self._hand_over)
+                losses += self._runner.forward_only(
+                    partial(_counting, ahead, counted),
+                    ahead.documents,
+                    micro_batches=self._batches.micro_batches(number),
+                )
         self._device.synchronize()
         # TP ranks hold the same loss: the first speaks for all. Stages without a head have none.
         speaks = self._place.tp_rank == 0 and len(losses) > 0
@@ -137,6 +187,22 @@ class Evaluator:
             tokens=tokens,
             seconds=time.monotonic() - start,
         )
+
+    def _made(self) -> Iterator[_Ready]:
+        """Every micro-batch of every round, in order."""
+        self._hand_over.begin()
+        for number in range(self._batches.rounds):
+            for index in range(self._batches.micro_batches(number)):
+                tokens = self._batches.micro_batch(number, index) if self._reads_tokens else None
+                documents = self._batches.documents(number, index)
+                yield _Ready(*self._hand_over.prepared_batch(tokens, documents))
+
+
+def _counting(ahead: _Round, counted: list[torch.Tensor], index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A micro-batch's inputs and labels; how many labels count goes into `counted`."""
+    inputs, labels = ahead.micro_batch(index)
+    counted.append((labels != NOT_COUNTED).sum())
+    return inputs, labels
 
 
 def _summed(

@@ -8,17 +8,25 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Generic, TypeVar
 
 import torch
 
 from actors.engine.batches import ReplicaBatches
+from actors.engine.hand_over import HandOver
 from actors.engine.model.dropout import Draws
 
 # At most two iterations lie ready, and no more of them than this; two micro-batches in any case.
 _ITERATIONS = 2
 _BYTES = 64 * 2**20
+_Made = TypeVar("_Made")
 # A read that hangs must not hold up the end of a rank.
 _CLOSE_SECONDS = 5.0
+
+
+def most_ready(*, micro_batches: int, micro_batch_bytes: int) -> int:
+    """How many micro-batches may lie ready where an iteration has so many, each of so many bytes."""
+    return max(2, min(_ITERATIONS * micro_batches, _BYTES // micro_batch_bytes))
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class ReadAhead:
         self, batches: ReplicaBatches, *, micro_batches: int, reads_tokens: bool, device: torch.device
     ) -> None:
         self._batches, self._micro_batches = batches, micro_batches
-        self._reads_tokens, self._device = reads_tokens, device
-        self._reader: _Reader | None = None
+        self._reads_tokens, self._hand_over = reads_tokens, HandOver(device)
+        self._reader: Reader[_Ready] | None = None
         self._current: _Ready | None = None
         self.waited_seconds = 0.0
         """Wall seconds for which callers waited for the thread, so far."""
@@ -64,12 +72,12 @@ class ReadAhead:
         """Inputs and labels on the device, int64 `[rows, sequence]`."""
         tokens = self._ready(iteration, index).tokens
         assert tokens is not None, "the stage was said to read no tokens"
-        return self._handed_over(tokens[0]), self._handed_over(tokens[1])
+        return self._hand_over.taken(tokens[0]), self._hand_over.taken(tokens[1])
 
     def documents(self, iteration: int, index: int) -> torch.Tensor | None:
         """As `ReplicaBatches.documents`, on the device."""
         documents = self._ready(iteration, index).documents
-        return None if documents is None else self._handed_over(documents)
+        return None if documents is None else self._hand_over.taken(documents)
 
     def draws(self, iteration: int, index: int) -> Draws:
         """As `ReplicaBatches.draws`."""
@@ -86,7 +94,10 @@ class ReadAhead:
             if self._reader is None or not self._follows(iteration, index):
                 assert index == 0, "an iteration's micro-batches are asked for in their order"
                 self.close()
-                self._reader = _Reader(self._made(iteration), most=self._most())
+                most = most_ready(
+                    micro_batches=self._micro_batches, micro_batch_bytes=self._batches.micro_batch_bytes
+                )
+                self._reader = Reader(self._made(iteration), most=most)
             self._current, waited = self._reader.take()
             self.waited_seconds += waited
         return self._current
@@ -100,29 +111,24 @@ class ReadAhead:
         return (iteration, index) == following
 
     def _made(self, first: int) -> Iterator[_Ready]:
+        self._hand_over.begin()
         for iteration in count(first):
             counted = self._batches.counted(iteration)
             for index in range(self._micro_batches):
                 tokens = self._batches.micro_batch(iteration, index) if self._reads_tokens else None
-                yield _Ready(iteration, index, counted, tokens, self._batches.documents(iteration, index))
-
-    def _most(self) -> int:
-        return max(2, min(_ITERATIONS * self._micro_batches, _BYTES // self._batches.micro_batch_bytes))
-
-    def _handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A copy on the host's processor too: its device memory is watched, and the thread's is no part of it.
-        return tensor.to(self._device, copy=True)
+                documents = self._batches.documents(iteration, index)
+                yield _Ready(iteration, index, counted, *self._hand_over.prepared_batch(tokens, documents))
 
 
-class _Reader:
+class Reader(Generic[_Made]):
     """A thread that goes through what is made until `most` lies ready, and again when half of that is taken.
 
     Not after each that is taken: it would run at every micro-batch, and take Python's lock from training as often.
     """
 
-    def __init__(self, made: Iterator[_Ready], *, most: int) -> None:
+    def __init__(self, made: Iterator[_Made], *, most: int) -> None:
         self._made, self._most = made, most
-        self._ready = deque[_Ready]()
+        self._ready = deque[_Made]()
         self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -130,9 +136,9 @@ class _Reader:
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[_Ready, float]:
+    def take(self) -> tuple[_Made, float]:
         """The next, and the seconds that it was waited for. Raises what the thread ended with, once all that was made
-        before is taken."""
+        before is taken: IndexError where that was everything."""
         began = time.monotonic()
         with self._changed:
             waits = not self._ready
@@ -146,6 +152,7 @@ class _Reader:
         return taken, time.monotonic() - began if waits else 0.0
 
     def close(self) -> None:
+        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -165,6 +172,7 @@ class _Reader:
                         return
                     self._ready.append(ready)
                     self._changed.notify()
+            raise IndexError("all that was read ahead has been taken")
         except BaseException as error:
             with self._changed:
                 self._error = error

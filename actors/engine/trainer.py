@@ -326,9 +326,14 @@ class Trainer:
             place=self._place,
             held_out=held_out,
             samples=self._config.evaluation.samples,
-            device=self._device.torch_device,
         )
-        return Evaluator(place=self._place, runner=self._runner, batches=batches, device=self._device)
+        return Evaluator(
+            place=self._place,
+            runner=self._runner,
+            batches=batches,
+            device=self._device,
+            reads_tokens=_reads_tokens(self._plan, self._place),
+        )
 
 
 def use_deterministic_algorithms(on: bool) -> None:
@@ -340,6 +345,11 @@ def use_deterministic_algorithms(on: bool) -> None:
 
 def _stage(plan: Plan, place: RankPlace) -> StagePlan:
     return plan.pipelines[place.pipeline].stages[place.stage]
+
+
+def _reads_tokens(plan: Plan, place: RankPlace) -> bool:
+    stage = _stage(plan, place)
+    return stage.embedding or stage.head
 
 
 def _build_model(
@@ -378,10 +388,9 @@ def _batches(config: TrainerConfig, tokens: Tokens, place: RankPlace, device: De
         held_out_share=config.held_out.share,
         documents=config.documents,
     )
-    stage = _stage(config.plan, place)
     return ReadAhead(
         ReplicaBatches(plan=config.plan, place=place, samples=samples),
         micro_batches=config.plan.pipelines[place.pipeline].micro_batches,
-        reads_tokens=stage.embedding or stage.head,
+        reads_tokens=_reads_tokens(config.plan, place),
         device=device.torch_device,
     )

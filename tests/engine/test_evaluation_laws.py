@@ -249,9 +249,7 @@ def test_every_held_out_sample_comes_once(
     held_out = HeldOutSamples(TokenFile(tokens), HELD_OUT, sequence_length=plan.sequence_length)
     found: list[torch.Tensor] = []
     for place in plan.ranks:
-        batches = HeldOutBatches(
-            plan=plan, place=place, held_out=held_out, samples=wanted, device=torch.device("cpu")
-        )
+        batches = HeldOutBatches(plan=plan, place=place, held_out=held_out, samples=wanted)
         assert batches.samples == min(wanted, held_out.count)
         for number in range(batches.rounds):
             for index in range(batches.micro_batches(number)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.batches import ReplicaBatches
-from actors.engine.data import Samples
+from actors.engine.data import HeldOutSamples, Samples
 from actors.engine.documents import PLAIN, Documents
+from actors.engine.hand_over import HandOver
 from actors.engine.mixture import open_tokens
-from actors.engine.read_ahead import ReadAhead
-from actors.engine.tokens import TokenFile
+from actors.engine.read_ahead import ReadAhead, Reader
+from actors.engine.tokens import HeldOut, TokenFile
 from actors.engine.trainer import Trainer, TrainerConfig
 from planner.errors import UserError
 from planner.plan import Plan
@@ -164,9 +166,108 @@ def test_a_middle_stage_reads_no_tokens(tokens: Path) -> None:
 
 def _alone(tokens: Path) -> Trainer:
     config = TrainerConfig(
-        plan=PLAN, training=training_of(PLAN, steps=9), tokens=tokens, timeout_seconds=30, documents=PLAIN
+        plan=PLAN,
+        training=training_of(PLAN, steps=9),
+        tokens=tokens,
+        timeout_seconds=30,
+        held_out=HeldOut(share=0.1),
+        documents=PLAIN,
     )
     return Trainer(config=config, rank=0, store=dist.HashStore())
+
+
+class _WatchedHeldOut(HeldOutSamples):
+    """Tells what is read, and by which thread."""
+
+    read: list[tuple[int, str]]
+    grew = threading.Condition()
+
+    def batch(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = super().batch(first, last)
+        with self.grew:
+            self.read.append((first, threading.current_thread().name))
+            self.grew.notify_all()
+        return made
+
+
+def test_an_evaluation_reads_ahead_of_its_forward_steps(tokens: Path) -> None:
+    _WatchedHeldOut.read = []
+    with mock.patch("actors.engine.trainer.HeldOutSamples", _WatchedHeldOut):
+        trainer = _alone(tokens)
+    steps = 0
+
+    def waits_for_the_next(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        with _WatchedHeldOut.grew:
+            assert steps > 1 or _WatchedHeldOut.grew.wait_for(
+                lambda: len(_WatchedHeldOut.read) > 1, DEADLINE_SECONDS
+            )
+
+    trainer._model.register_forward_pre_hook(waits_for_the_next)
+    trainer.evaluate(0)
+    assert steps == len(_WatchedHeldOut.read) > 2
+    assert _WatchedHeldOut.read == sorted(_WatchedHeldOut.read)
+    assert {name for _, name in _WatchedHeldOut.read} == {"read ahead"}
+    assert not _readers()
+    trainer.close()
+
+
+def test_an_evaluation_that_cannot_read_names_the_file_and_leaves_no_thread(tmp_path: Path) -> None:
+    path = write_documents(tmp_path, longest=29)
+    part = path.parent / TokenFile(path).header.parts[0].path
+    trainer = _alone(path)
+    with part.open("r+b") as stream:
+        stream.truncate(10)
+    with pytest.raises(UserError, match=f"data file {part} ends before its token .* cut short"):
+        trainer.evaluate(0)
+    assert not _readers()
+    trainer.close()
+
+
+def test_a_reader_that_made_everything_does_not_keep_its_caller_waiting() -> None:
+    reader = Reader(iter([1, 2]), most=2)
+    assert [reader.take()[0], reader.take()[0]] == [1, 2]
+    with pytest.raises(IndexError, match="all that was read ahead has been taken"):
+        reader.take()
+    reader.close()
+
+
+def test_the_hosts_processor_gets_copies_out_of_plain_memory() -> None:
+    hand_over, tensor = HandOver(torch.device("cpu")), torch.arange(6)
+    hand_over.begin()
+    prepared = hand_over.prepared(tensor)
+    taken = hand_over.taken(prepared)
+    assert prepared is tensor and torch.equal(taken, tensor) and taken.data_ptr() != tensor.data_ptr()
+    assert hand_over.prepared_batch(None, None) == (None, None)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="this host has no accelerator")
+def test_an_accelerator_gets_batches_through_page_locked_memory(tokens: Path) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    ahead = ReadAhead(_batches(PLAN, tokens), micro_batches=3, reads_tokens=True, device=device)
+    for iteration in range(1, 30):
+        for index in range(3):
+            pairs = zip(
+                ahead.micro_batch(iteration, index),
+                _batches(PLAN, tokens).micro_batch(iteration, index),
+                strict=True,
+            )
+            assert all(got.device == device and torch.equal(got.cpu(), wanted) for got, wanted in pairs)
+    ahead.close()
+    prepared = HandOver(device).prepared(torch.arange(6))
+    assert prepared.is_pinned() and torch.equal(HandOver(device).taken(prepared).cpu(), torch.arange(6))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this host has an accelerator")
+def test_page_locked_memory_is_asked_of_the_reading_threads_device(tokens: Path) -> None:
+    """Where there is none the first batch cannot be made: the error reaches who asks for it."""
+    ahead = ReadAhead(_batches(PLAN, tokens), micro_batches=3, reads_tokens=True, device=torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="Accelerator expected"):
+        ahead.micro_batch(1, 0)
+    ahead.close()
 
 
 def test_a_file_that_was_cut_short_is_named_where_it_is_read(tmp_path: Path) -> None:
