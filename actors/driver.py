@@ -152,7 +152,7 @@ class _Run:
         if self._start is None:
             self._saves.clear(self._folder.path)
             self._folder.keep_model_files(self._job)
-        self._folder.write_job(self._job)
+        self._folder.write_job(self._job, end_of_document=prepared.end_of_document())
         self._folder.write_plan(plan)
         self._plan = plan
         self._observer.planned(plan, folder=self._folder.path, steps=self._job.training.steps)

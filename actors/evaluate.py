@@ -13,6 +13,7 @@ from actors.job import Evaluation, Job, parse_job, read_job
 from actors.planning import Prepared, make_plan, prepare
 from actors.ray_session import StopSignals, ray_session
 from actors.run_weights import run_weights
+from actors.text.prepared import tokenizer_of
 from actors.worker import MakeTrainer, engine_trainer
 from planner.errors import UserError
 
@@ -39,7 +40,7 @@ def evaluate_run(
     evaluated, all that there are unless given. Raises UserError, or TrainingFailed when a rank fails.
     """
     weights = run_weights(run, checkpoint=checkpoint)
-    job = _job(run, data=data, plan=plan)
+    job = evaluation_job(run, data=data, plan=plan)
     prepared = prepare(job)
     held_out = _held_out_samples(job, prepared)
     wanted = held_out if samples is None else min(samples, held_out)
@@ -57,7 +58,7 @@ def evaluate_run(
     return validation
 
 
-def _job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
+def evaluation_job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
     """The run's job, to be run under a plan, with other text to evaluate on if some is given."""
     job = read_job(run / "job.yaml")
     fields = job.model_dump(mode="json", exclude_defaults=True)
@@ -68,6 +69,9 @@ def _job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
     fields.pop("weights", None)
     if data is not None:
         fields["data"]["held_out"] = {"path": str(data.resolve())}
+        # Prepared tokens are learned without a word of what made them; the other text must become tokens by the same.
+        if (tokenizer := tokenizer_of(job.texts())) is not None:
+            fields["data"]["tokenizer"] = str(tokenizer)
     return parse_job(fields, base=job.base, source=str(run / "job.yaml"))
 
 

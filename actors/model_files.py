@@ -18,7 +18,7 @@ from actors.storage import StoragePath
 from planner.errors import UserError
 
 KEPT_FOLDER = "hugging-face"
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 _TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -27,7 +27,7 @@ _TOKENIZER = (
     "vocab.*",
     "merges.txt",
 )
-_OTHERS = (CONFIG, "generation_config.json")
+_OTHERS = (CONFIG, GENERATION)
 
 
 def tokenizer_files(folder: StoragePath) -> list[StoragePath]:
@@ -48,7 +48,15 @@ def model_files(weights: StoragePath) -> list[StoragePath]:
 
 def original_config(weights: StoragePath) -> dict[str, Any] | None:
     """The config.json that a model came with; None if there is none. UserError if it is no JSON object."""
-    file = _folder_of(weights) / CONFIG
+    return _read_object(_folder_of(weights) / CONFIG)
+
+
+def original_generation(weights: StoragePath) -> dict[str, Any] | None:
+    """The generation_config.json that a model came with, as `original_config`."""
+    return _read_object(_folder_of(weights) / GENERATION)
+
+
+def _read_object(file: StoragePath) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:

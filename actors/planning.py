@@ -13,7 +13,7 @@ import ray
 from actors.checkpoints import DataIdentity, data_identity
 from actors.data_settings import TextSource
 from actors.engine.documents import Documents, TextWindows
-from actors.engine.mixture import open_tokens, write_mixture
+from actors.engine.mixture import open_tokens, sources_of, write_mixture
 from actors.engine.support import check_supported
 from actors.engine.tokens import HeldOut, TokenFile, check_vocabulary
 from actors.engine.windows import WindowSplit
@@ -52,6 +52,11 @@ class Prepared:
     def data_identity(self) -> DataIdentity:
         """What a checkpoint of the job says of its data."""
         return data_identity(open_tokens(self.tokens), self.held_out, self.documents)
+
+    def end_of_document(self) -> int | None:
+        """The token that ends a document in every text; None where ids came as they are."""
+        headers = [source.header for source in sources_of(open_tokens(self.tokens))]
+        return next((one.end_of_document for one in headers if one.end_of_document is not None), None)
 
     def trainer_config(
         self, job: Job, plan: Plan, *, resume_from: StoragePath | None = None

@@ -114,9 +114,12 @@ class RunFolder:
             os.close(self._held)
             self._held = None
 
-    def write_job(self, job: Job) -> None:
-        """The job as it was understood; it can be submitted again from anywhere."""
+    def write_job(self, job: Job, *, end_of_document: int | None = None) -> None:
+        """The job as it was understood; it can be submitted again from anywhere. `end_of_document` is the token that
+        was found to end a document, of which `eth export` tells those who generate text."""
         data = job.model_dump(mode="json", exclude_defaults=True)
+        if end_of_document is not None:
+            data["data"]["end_of_document"] = end_of_document
         data["data"] = with_paths(data["data"], lambda _, value: str(job.placed(value).resolve()))
         if (weights := job.weights_path()) is not None:
             data["weights"] = str(weights.resolve() if isinstance(weights, Path) else weights)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.errors import UserError
 from planner.units import parse_bytes
+
+if TYPE_CHECKING:
+    from actors.job import Job
 
 
 def export(
@@ -36,10 +41,12 @@ def export(
     from actors.job import read_job
     from actors.model_files import (
         CONFIG,
+        GENERATION,
         copy_files,
         is_tokenizer_file,
         model_files,
         original_config,
+        original_generation,
         tokenizer_files,
     )
     from actors.run_weights import run_weights
@@ -54,11 +61,17 @@ def export(
             )
         own = {file.name for file in copied if is_tokenizer_file(file)}
         copied = [file for file in copied if file.name not in own] + given
-    model = read_job(run / "job.yaml").model
+    job = read_job(run / "job.yaml")
+    model, origin, generation = job.model, original_config(run), original_generation(run)
     weights = open_weights(source, model)
+    end = _end_of_text(job, origin, generation)
     output.mkdir(parents=True, exist_ok=True)
     copy_files(copied, output)
-    export_hugging_face(weights, output, model, shard_bytes=most, say=print, origin=original_config(run))
+    export_hugging_face(weights, output, model, shard_bytes=most, say=print, origin=origin)
+    if end is not None:
+        for name in (CONFIG, GENERATION):
+            _add(output / name, {"eos_token_id": end})
+        print(f"text that it generates ends with token {end}, which ends the documents that it has learned")
     print(f"{model.name} is in {output}: transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
@@ -66,6 +79,20 @@ def check_new_folder(output: Path) -> None:
     """UserError unless a folder can be written anew."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} is not an empty folder; name another")
+
+
+def _end_of_text(job: Job, *came_with: Mapping[str, Any] | None) -> int | None:
+    """The token that ended a document in training, for a model that came with no word of which ends a text."""
+    if any(config is not None and config.get("eos_token_id") is not None for config in came_with):
+        return None
+    end = job.data.end_of_document
+    return end if isinstance(end, int) and 0 <= end < job.model.vocab_size else None
+
+
+def _add(file: Path, values: dict[str, Any]) -> None:
+    """Add values to a file of JSON, which need not be there."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps(content | values, indent=1) + "\n", encoding="utf-8")
 
 
 def _shard_bytes(text: str) -> int:

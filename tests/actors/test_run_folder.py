@@ -77,6 +77,9 @@ def test_the_written_job_can_be_run_again_from_anywhere(tmp_path: Path) -> None:
     again = read_job(folder.path / "job.yaml")
     assert again.texts()[0].path == tmp_path / "text.txt"
     assert again.model_dump(exclude={"data"}) == job.model_dump(exclude={"data"})
+    assert again.data.end_of_document is None
+    folder.write_job(job, end_of_document=256)
+    assert read_job(folder.path / "job.yaml").data.end_of_document == 256
 
 
 def test_the_written_job_names_the_held_out_text_from_anywhere(tmp_path: Path) -> None:

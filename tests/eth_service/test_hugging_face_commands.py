@@ -12,9 +12,12 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from actors.checkpoints import MANIFEST
-from actors.job import read_job
+from actors.engine.weights import write_model_file
+from actors.job import Job, parse_job, read_job
+from actors.planning import prepare
 from actors.run_folder import RunFolder
 from eth_service.cli import main
+from planner.parameters import model_parameters
 from tests.actors.test_tokenizers import TEXT, trained_tokenizer
 
 TOKENIZER = {
@@ -145,6 +148,86 @@ def test_the_tokenizer_that_made_the_tokens_is_exported(
     names = {path.name for path in (tmp_path / "back").iterdir()}
     assert names == {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [8, 9]
+
+
+def recorded_run(job: Job, folder: Path) -> RunFolder:
+    """A run folder with what a run writes of its job."""
+    run = RunFolder.check(folder, overwrite=False)
+    run.create()
+    run.keep_model_files(job)
+    run.write_job(job, end_of_document=prepare(job).end_of_document())
+    run.close()
+    return run
+
+
+def test_an_exported_model_stops_where_a_document_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that started from nothing, on bytes. Its weights make 256, the end of a document, the next token."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("text\n" * 100)
+    job = parse_job(
+        {
+            "name": "small",
+            "model": {
+                "name": "small",
+                "layers": 1,
+                "hidden_size": 32,
+                "heads": 2,
+                "vocab_size": 257,
+                "max_sequence_length": 16,
+            },
+            "data": {"path": "text.txt"},
+            "training": {"global_batch_size": 4, "sequence_length": 16, "steps": 2},
+        },
+        base=tmp_path,
+    )
+    # The last norm gives ones, whatever comes, and the end's row of the tied embedding fits them best.
+    tensors = {one.name: torch.zeros(one.shape) for one in model_parameters(job.model)}
+    tensors["embedding.tokens.weight"][256] = 1.0
+    tensors["final_norm.bias"].fill_(1.0)
+    run = recorded_run(job, tmp_path / "run")
+    write_model_file(run.weights, job.model, tensors.values(), dtypes=dict.fromkeys(tensors, torch.float32))
+    code, out, err = eth(capsys, "export", run.path, "--output", tmp_path / "out")
+    assert code == 0, err
+    assert "text that it generates ends with token 256" in out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.eos_token_id == 256 and loaded.generation_config.eos_token_id == 256
+    prompt = torch.tensor([[65, 66]])
+    written = loaded.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
+    )
+    assert written.tolist() == [[65, 66, 256]]
+
+
+@pytest.mark.parametrize("kept", ["config.json", "generation_config.json", None])
+def test_what_a_model_came_with_says_where_its_text_ends(
+    llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str | None,
+) -> None:
+    """Even in one of its two files, which stay as they are; where neither says so, the run's text does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert eth(capsys, "import", llama, "--output", tmp_path / "ours")[0] == 0
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / "ours" / name
+        content = json.loads(file.read_text())
+        assert content.pop("eos_token_id") == [8, 9]
+        file.write_text(json.dumps(content | ({"eos_token_id": [8, 9]} if name == kept else {})))
+    (tmp_path / "text.txt").write_text("text\n" * 100)
+    values = yaml.safe_load((tmp_path / "ours" / "job.yaml").read_text())
+    values |= {"data": {"path": str(tmp_path / "text.txt")}}
+    job = parse_job(values, base=tmp_path / "ours")
+    run = recorded_run(job, tmp_path / "run")
+    run.weights.write_bytes((tmp_path / "ours" / "weights.safetensors").read_bytes())
+    code, _, err = eth(capsys, "export", run.path, "--output", tmp_path / "back")
+    assert code == 0, err
+    for name in ("config.json", "generation_config.json"):
+        before, after = (json.loads((tmp_path / of / name).read_text()) for of in ("ours", "back"))
+        assert after.get("eos_token_id") == (256 if kept is None else before.get("eos_token_id"))
+        assert after.get("bos_token_id") == before.get("bos_token_id") == 7
 
 
 def test_what_cannot_be_imported_is_said(
