@@ -131,6 +131,12 @@ def _held_out(job: Job, texts: Mapping[TextSource, TokenFile], say: Callable[[st
     if (text := job.held_out_text()) is None:
         return HeldOut(share=share)
     other = _tokens(job, text, say)
+    for tokens in texts.values():
+        if "none" not in (tokens.tokenizer, other.tokenizer) and tokens.tokenizer != other.tokenizer:
+            raise UserError(
+                f"data.held_out.path = {str(text.path)!r} was made into tokens by another tokenizer ({other.tokenizer})"
+                f" than the text ({tokens.tokenizer}); name the text's in data.tokenizer, or prepare both with one"
+            )
     other.windows(length)
     return HeldOut(tokens=other.path)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.data_settings import TextSource
 from actors.engine.tokens import TokenFile
 from actors.evaluate import evaluation_job
-from actors.job import read_job
+from actors.job import Job, read_job
 from actors.planning import prepare
 from actors.run_folder import RunFolder
 from actors.text.files import silent
 from actors.text.prepared import write_prepared
+from planner.errors import UserError
 from planner.plan import Plan
 from tests.actors.test_tokenizers import TEXT, trained_tokenizer
 from tests.e2e.runs import write_job
@@ -32,17 +34,27 @@ def test_another_text_becomes_tokens_as_the_prepared_one_did(
     tokens.mkdir()
     made = write_prepared(source, tokens, processes=1, say=silent, progress=silent)
     model = make_model(name="small", layers=2, hidden_size=24, heads=2, vocab_size=258)
-    job = read_job(
-        write_job(tmp_path, steps=2, data={"path": "tokens"}, model=model.model_dump(), plan="auto")
-    )
+
+    def job_of(**data: Any) -> Job:
+        return read_job(
+            write_job(
+                tmp_path, steps=2, data={"path": "tokens"} | data, model=model.model_dump(), plan="auto"
+            )
+        )
+
+    job = job_of()
     run = RunFolder.check(tmp_path / "run", overwrite=False)
     run.create()
     run.write_job(job, end_of_document=prepare(job).end_of_document())
     run.close()
+    (tmp_path / "b.txt").write_text(TEXT * 10)
+    with pytest.raises(
+        UserError, match=r"data.held_out.path = .*b.txt' .* by another tokenizer \(byte\) than"
+    ):
+        prepare(job_of(held_out={"path": "b.txt"}))
     plan = read_job(write_job(tmp_path, steps=2)).plan
     assert isinstance(plan, Plan)
     (tmp_path / "plan.json").write_text(plan.model_copy(update={"model": model}).model_dump_json())
-    (tmp_path / "b.txt").write_text(TEXT * 10)
     evaluated = evaluation_job(run.path, data=tmp_path / "b.txt", plan=tmp_path / "plan.json")
     held_out = prepare(evaluated).held_out.tokens
     assert held_out is not None and TokenFile(held_out).tokenizer == made.tokenizer
