@@ -20,10 +20,8 @@ from eth_service.known_hosts import KnownHosts
 from eth_service.monitor import Monitor
 from eth_service.openapi import install_openapi
 from eth_service.routes import health, jobs, pages, streams
-from eth_service.settings import Settings
+from eth_service.settings import Settings, stop_seconds
 from eth_service.store import Store
-
-_STOP_SECONDS = 25.0
 
 log = structlog.get_logger(__name__)
 
@@ -78,10 +76,16 @@ def _end(settings: Settings, store: Store, monitor: Monitor) -> None:
     monitor.close()
     active = monitor.active()
     if settings.embedded:
+        most = stop_seconds()
         for job in active:
-            log.info("stopping a job with the embedded Ray", job=job.id, name=job.name)
+            log.info(
+                "stopping a job with the embedded Ray: it may save its state first",
+                job=job.id,
+                name=job.name,
+                most_seconds=most,
+            )
         monitor.stop_active(
-            reason="the service was stopped, and its embedded Ray with it", timeout_seconds=_STOP_SECONDS
+            reason="the service was stopped, and its embedded Ray with it", timeout_seconds=most
         )
     else:
         for job in active:

@@ -13,11 +13,11 @@ from ray._private import parameter
 
 from actors.ray_session import EMBEDDED_SETTINGS
 from eth_service.ray_jobs import ADDRESS_VARIABLES
+from eth_service.settings import DRIVER_STOP_SECONDS, DRIVER_STOP_VARIABLE
 from planner.errors import UserError
 
-_ENVIRONMENT = EMBEDDED_SETTINGS | {
-    # A driver that is asked to stop saves its state and puts its actors away; Ray's own three seconds are too few.
-    "RAY_JOB_STOP_WAIT_TIME_S": "60",
+ENVIRONMENT = EMBEDDED_SETTINGS | {
+    DRIVER_STOP_VARIABLE: f"{DRIVER_STOP_SECONDS:g}",
     # If the service is killed its Ray never comes back: a driver need not wait a minute for it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }
@@ -33,7 +33,7 @@ def embedded_ray() -> Iterator[str]:
     """
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _agent_on_any_port():
         context = ray.init(

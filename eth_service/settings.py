@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from planner.errors import UserError
 
 EMBEDDED = "embedded"
+DRIVER_STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Where Ray reads how long after it has asked a driver to stop it kills it."""
+DRIVER_STOP_SECONDS = 60.0
+"""What an embedded Ray gives it: a driver saves its state and puts its actors away; Ray's own three are too few."""
+# From Ray's kill until Ray tells of it.
+_TOLD_SECONDS = 5.0
+
+
+def stop_seconds() -> float:
+    """How long a service that ends waits for its drivers: as long as its embedded Ray does, and a little for the
+    news."""
+    return float(os.environ.get(DRIVER_STOP_VARIABLE, DRIVER_STOP_SECONDS)) + _TOLD_SECONDS
 
 
 class Settings(BaseModel):

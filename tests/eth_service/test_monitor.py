@@ -9,13 +9,21 @@ import pytest
 import yaml
 
 from actors.job import parse_job
+from eth_service import embedded_ray
 from eth_service.backend import AttemptStatus
 from eth_service.monitor import Monitor, output_path
-from eth_service.settings import Settings
+from eth_service.settings import (
+    DRIVER_STOP_SECONDS,
+    DRIVER_STOP_VARIABLE,
+    EMBEDDED,
+    Settings,
+    stop_seconds,
+)
 from eth_service.states import JobState
 from eth_service.store import AttemptRow, JobRow, Store, new_job_id
 from eth_service.submission import job_document
 from tests.eth_service.double import ClusterDouble, DriverDouble, job_values
+from tests.eth_service.running import serving, wait_for
 
 
 def queue(store: Store, name: str = "job") -> JobRow:
@@ -313,6 +321,48 @@ def test_stopping_with_the_embedded_cluster_ends_every_job(
     assert read(store, job).state is JobState.STOPPED
     assert read(store, job).reason.startswith("the service was stopped")
     assert read(store, waiting).state is JobState.QUEUED
+
+
+class _Ends(ClusterDouble):
+    """Whose drivers end when they are asked to."""
+
+    def stop(self, submission_id: str) -> None:
+        super().stop(submission_id)
+        self.set(submission_id, AttemptStatus.STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ray_waits", "reason"),
+    [
+        (_Ends(), 120, "the service was stopped, and its embedded Ray with it"),
+        # Shorter than the news of Ray's take: who does not end at once is not waited for.
+        (ClusterDouble(), -5, "its driver did not end in time"),
+    ],
+)
+def test_a_service_that_ends_gives_its_jobs_the_time_that_its_ray_does(
+    settings: Settings,
+    store: Store,
+    cluster: ClusterDouble,
+    ray_waits: float,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(DRIVER_STOP_VARIABLE, str(ray_waits))
+    job = queue(store)
+    with serving(settings.model_copy(update={"cluster": EMBEDDED}), cluster):
+        submission = wait_for(lambda: next(iter(cluster.reports), None), what="the job to be submitted")
+        wait_for(lambda: attempt_of(store, job).submitted_at, what="that to be written down")
+        cluster.set(submission, AttemptStatus.RUNNING)
+    assert (cluster.stops and set(cluster.stops) == {submission}) or ray_waits < 0
+    assert read(store, job).state is JobState.STOPPED
+    assert read(store, job).reason.endswith(reason)
+    assert f"most_seconds={ray_waits + 5.0}" in capsys.readouterr().out
+
+
+def test_an_embedded_ray_and_its_service_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DRIVER_STOP_VARIABLE, raising=False)
+    assert float(embedded_ray.ENVIRONMENT[DRIVER_STOP_VARIABLE]) == DRIVER_STOP_SECONDS == stop_seconds() - 5
 
 
 def test_one_job_that_cannot_be_followed_does_not_stop_the_others(
