@@ -10,10 +10,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from actors.data_settings import Data, TextSource, placed
+from actors.named_model import named_model
 from actors.storage import StoragePath, storage_path
 from planner.cluster import Cluster, Links, resolve_cluster
 from planner.errors import Contract, UserError, parse, read_yaml
-from planner.model_spec import ModelSpec, resolve_model
+from planner.model_spec import ModelSpec
 from planner.plan import MAX_GLOBAL_BATCH_SIZE, GradientSync, Plan, Precision, read_plan
 from planner.units import Seconds, parse_seconds
 
@@ -349,7 +350,7 @@ def parse_job(data: object, *, base: Path, source: str = "job") -> Job:
         raise UserError(f"{source}: a job is a mapping with name, model, data and training")
     filled = dict(data)
     if "model" in filled:
-        filled["model"] = resolve_model(filled["model"], base=base)
+        filled["model"] = named_model(filled["model"], base=base)
     if filled.get("cluster", "auto") != "auto":
         filled["cluster"] = resolve_cluster(filled["cluster"], base=base)
     if filled.get("plan", "auto") != "auto":

@@ -65,8 +65,12 @@ def _absolute(document: dict[str, Any], root: Path) -> dict[str, Any]:
     document["data"] = with_paths(
         document["data"], lambda field, value: _existing(f"data.{field}", value, root)
     )
-    if document["weights"] is not None:
-        document["weights"] = _existing("weights", document["weights"], root)
+    if (weights := document["weights"]) is not None:
+        document["weights"] = (
+            str(storage_path(weights, base=root, field="weights"))
+            if "://" in weights
+            else _existing("weights", weights, root)
+        )
     if checkpoint["directory"] is not None:
         place = storage_path(checkpoint["directory"], base=root, field="checkpoint.directory")
         checkpoint["directory"] = str(place)
@@ -85,9 +89,11 @@ def _confine(data: dict[str, Any], root: Path) -> None:
     text, checkpoint = (
         section if isinstance(section, dict) else {} for section in (data.get("data"), data.get("checkpoint"))
     )
-    named = {field: data.get(field) for field in ("model", "weights", "cluster", "plan")} | {
-        "checkpoint.directory": _local_path(checkpoint.get("directory"), root),
+    named = {field: data.get(field) for field in ("cluster", "plan")} | {
+        **{field: _local_path(data.get(field), root, field) for field in ("model", "weights")},
+        "checkpoint.directory": _local_path(checkpoint.get("directory"), root, "checkpoint.directory"),
         **{f"data.{field}": value for field, value in named_in(text, "path")},
+        **{f"data.{field}": value for field, value in named_in(text, "tokenizer")},
     }
     for field, value in named.items():
         if isinstance(value, str) and not (root / value).resolve().is_relative_to(root.resolve()):
@@ -99,11 +105,11 @@ def _confine(data: dict[str, Any], root: Path) -> None:
             )
 
 
-def _local_path(directory: object, root: Path) -> object:
-    """The path that has to be below the root: None of a folder in other storage, which has no place there."""
-    if not isinstance(directory, str):
-        return directory
-    place = storage_path(directory, base=root, field="checkpoint.directory")
+def _local_path(value: object, root: Path, field: str) -> object:
+    """The path that has to be below the root: None of a place in other storage, which has none there."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    place = storage_path(value, base=root, field=field)
     return str(place) if isinstance(place, Path) else None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from planner.errors import Contract, UserError, did_you_mean, parse, read_yaml
+from planner.errors import Contract, TextFile, UserError, did_you_mean, parse, read_yaml
 from planner.hugging_face import model_fields
 
 Family = Literal["gpt3", "llama"]
@@ -200,10 +200,15 @@ def resolve_model(value: object, *, base: Path | None = None) -> ModelSpec:
             f"model = {value!r} is neither a preset nor a file; presets: {', '.join(sorted(PRESETS))}"
             f"{did_you_mean(value, PRESETS)}"
         )
-    data = read_yaml(path, what="model")
+    return read_model(path, name=path.parent.name or path.stem)
+
+
+def read_model(file: TextFile, *, name: str) -> ModelSpec:
+    """The ModelSpec in a file, ours or a Hugging Face `config.json`, whose model is then called `name`."""
+    data = read_yaml(file, what="model")
     if isinstance(data, dict) and "model_type" in data:
-        return from_hugging_face(data, name=path.parent.name or path.stem)
-    return parse(ModelSpec, data, source=str(path))
+        return from_hugging_face(data, name=name)
+    return parse(ModelSpec, data, source=str(file))
 
 
 def from_hugging_face(config: dict[str, Any], *, name: str) -> ModelSpec:

@@ -13,6 +13,7 @@ import torch
 from actors.engine.hugging_face import their_shapes, their_tensor, to_theirs
 from actors.engine.weight_files import INDEX, OUR_FILE, WeightFiles, Weights
 from actors.engine.weights import DTYPES, write_model_file
+from actors.storage import StoragePath
 from planner.errors import UserError
 from planner.hugging_face import hugging_face_config
 from planner.model_spec import ModelSpec
@@ -28,7 +29,7 @@ class Imported:
     precision: Precision
 
 
-def import_hugging_face(source: Path, target: Path, model: ModelSpec) -> Imported:
+def import_hugging_face(source: StoragePath, target: Path, model: ModelSpec) -> Imported:
     """Write the weights of a Hugging Face folder as `weights.safetensors` in `target`, every bit as it was.
 
     One parameter is in memory at a time. UserError names a tensor that is missing, misshapen or not finite.

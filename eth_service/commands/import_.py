@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from planner.errors import UserError
 
 if TYPE_CHECKING:
+    from actors.storage import StoragePath
     from planner.model_spec import ModelSpec
 
 # What a job must say and a model does not: for the user to change.
@@ -19,7 +21,12 @@ _LEARNING_RATE = {"peak": 1e-4, "schedule": "cosine", "warmup_steps": 50}
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json and .safetensors files")],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face folder: config.json and .safetensors files; also s3://bucket/folder"
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="folder to write; it must be new or empty")],
     data: Annotated[str, typer.Option(help="the text that the job written here learns")] = "python-stdlib",
 ) -> None:
@@ -27,23 +34,36 @@ def import_(
 
     One parameter is in memory at a time. The folder that was read is not needed any more.
     """
+    from actors.named_model import model_at
+    from actors.storage import storage_path
     from eth_service.commands.export import check_new_folder
-    from planner.model_spec import resolve_model
     from planner.units import format_bytes
 
     check_new_folder(output)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no config.json; name the folder that save_pretrained wrote")
-    model = resolve_model(str(folder.resolve()))
+    source = storage_path(folder, base=Path(), field="FOLDER")
+    model = model_at(source, field="FOLDER")
     from actors.engine.conversion import import_hugging_face
     from actors.model_files import copy_files, model_files
 
-    output.mkdir(parents=True, exist_ok=True)
-    written = import_hugging_face(folder, output, model)
-    copy_files(model_files(folder), output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        written = import_hugging_face(source, output, model)
+        copy_files(model_files(source), output)
+    except OSError as error:
+        raise _failed(error, source=source, output=output) from None
     _write_job(output / "job.yaml", model, precision=written.precision, data=data)
     print(f"{model.name}: {format_bytes(written.bytes)} of weights, every tensor checked")
     print(f"{output / 'job.yaml'} starts from them: look at its data and training, then eth train it")
+
+
+def _failed(error: OSError, *, source: StoragePath, output: Path) -> UserError:
+    """What to say of an error of reading or of writing."""
+    from actors.storage import reason, unusable
+
+    written = str(error.filename or "").startswith(str(output))
+    if written or error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"--output {output} cannot be written: {reason(error)}; name a folder that has room")
+    return unusable(source, error, field="FOLDER")
 
 
 def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> None:

@@ -17,8 +17,10 @@ from actors.job import Job, parse_job, read_job
 from actors.planning import prepare
 from actors.run_folder import RunFolder
 from eth_service.cli import main
+from planner.errors import UserError
 from planner.parameters import model_parameters
 from tests.actors.test_tokenizers import TEXT, trained_tokenizer
+from tests.object_storage import BUCKET, ObjectStorage
 
 TOKENIZER = {
     "tokenizer.json": b"{ a tokenizer }",
@@ -148,6 +150,40 @@ def test_the_tokenizer_that_made_the_tokens_is_exported(
     names = {path.name for path in (tmp_path / "back").iterdir()}
     assert names == {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [8, 9]
+
+
+def test_a_model_is_imported_from_an_object_store(
+    llama: Path, tmp_path: Path, storage: ObjectStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a job may name it there without an import."""
+    for file in llama.iterdir():
+        storage.put(f"theirs/small-llama/{file.name}", file.read_bytes())
+    far = f"s3://{BUCKET}/theirs/small-llama"
+    for source, output in ((llama, "near"), (far, "far")):
+        code, _, err = eth(capsys, "import", source, "--output", tmp_path / output)
+        assert code == 0, err
+    near, told = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("near", "far")
+    )
+    assert near == told and len(near) > 4
+    values = yaml.safe_load((tmp_path / "near" / "job.yaml").read_text())
+    job = parse_job(values | {"model": far, "weights": far}, base=tmp_path / "near")
+    near_model = read_job(tmp_path / "near" / "job.yaml").model
+    assert job.model == near_model.model_copy(update={"name": "small-llama"})
+    assert str(job.weights_path()) == far
+
+    storage.delete("theirs/small-llama/model.safetensors")
+    code, _, err = eth(capsys, "import", far, "--output", tmp_path / "out")
+    assert code == 2 and "holds no .safetensors file" in err and err.count("\n") == 1
+    for wrong, said in (
+        (f"s3://{BUCKET}/none", "FOLDER = 's3://bucket/none' holds no config.json; name the folder that"),
+        ("ftp://127.0.0.1:1/none", "FOLDER = ftp://127.0.0.1:1/none cannot be used: Connection refused"),
+        ("https://host/folder", "FOLDER = 'https://host/folder'"),
+    ):
+        code, _, err = eth(capsys, "import", wrong, "--output", tmp_path / "out")
+        assert code == 2 and said in err and err.count("\n") == 1, err
+    with pytest.raises(UserError, match=r"^model = 's3://bucket/none' holds no config.json; name"):
+        parse_job(values | {"model": f"s3://{BUCKET}/none"}, base=tmp_path)
 
 
 def recorded_run(job: Job, folder: Path) -> RunFolder:

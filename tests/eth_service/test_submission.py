@@ -13,7 +13,10 @@ from actors.job import parse_job, read_job
 from eth_service.errors import ProblemError
 from eth_service.submission import accept_job, decode_body, job_document
 from planner.errors import UserError
+from planner.hugging_face import hugging_face_config
+from planner.model_spec import resolve_model
 from tests.eth_service.double import example_plan, job_values
+from tests.object_storage import BUCKET, ObjectStorage
 from tests.plans import make_model, make_plan
 
 
@@ -101,7 +104,10 @@ def test_the_stored_document_is_the_same_job_from_any_folder(root: Path, tmp_pat
             {"data": {"mixture": [{"path": "texts", "weight": 1}, {"path": "../secret.txt", "weight": 1}]}},
             "data.mixture.1.path",
         ),
+        ({"data": {"path": "texts", "tokenizer": "../secret.txt"}}, "data.tokenizer"),
         ({"model": "../secret.txt"}, "model"),
+        ({"model": "file:///etc/hostname"}, "model"),
+        ({"weights": "file:///etc/hostname"}, "weights"),
         ({"cluster": "/etc/hostname"}, "cluster"),
         ({"plan": "texts/../../secret.txt"}, "plan"),
     ],
@@ -112,9 +118,21 @@ def test_no_path_leads_out_of_the_data_root(root: Path, changes: dict[str, Any],
     assert "secret'" not in str(caught.value).replace("secret.txt", "")
 
 
+def test_model_and_weights_may_lie_in_other_storage(root: Path, storage: ObjectStorage) -> None:
+    model = hugging_face_config(resolve_model("llama3-tiny"), dtype="float32")
+    storage.put("submitted/config.json", json.dumps(model).encode())
+    folder = f"s3://{BUCKET}/submitted"
+    job = accept_job(job_values(model=folder, weights=folder), root=root)
+    assert job.weights == folder and job.model.layers == model["num_hidden_layers"]
+    with pytest.raises(UserError, match=r"^model = 's3://bucket/none' holds no config.json; name the folder"):
+        accept_job(job_values(model=f"s3://{BUCKET}/none"), root=root)
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        (job_values(model="https://host/x"), "model = 'https://host/x'"),
+        (job_values(weights="https://host/x"), "weights = 'https://host/x'"),
         (job_values(checkpoint={"directory": "file:///elsewhere"}), "outside the data root"),
         (job_values(checkpoint={"directory": "memory://x"}), "no storage that every rank"),
         (job_values(data={"path": "x" * 300}), "does not exist under the data root"),
