@@ -134,7 +134,7 @@ def _made(
     units: Sequence[tuple[Span, ...]], work: _Work, tokenizer: Tokenizer, processes: int
 ) -> Iterator[Part]:
     """The part of every unit, in order."""
-    if processes == 1 or len(units) == 1:
+    if processes == 1 or len(units) < 2:
         for unit in units:
             yield _make_part(unit, work, tokenizer)
         return

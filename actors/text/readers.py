@@ -135,9 +135,9 @@ def _jsonl(span: Span, field: str) -> Iterator[Piece]:
             try:
                 found = json.loads(line)
                 text = found[field]
-                if not isinstance(text, str):
+                if not isinstance(text, str | None):
                     raise TypeError
-                encoded = text.encode()
+                encoded = (text or "").encode()
             except (ValueError, TypeError, LookupError, RecursionError) as error:
                 raise _bad_line(span, number, field, error, line) from None
             if encoded:
@@ -185,10 +185,7 @@ def _rows(span: Span, field: str) -> Iterator[Piece]:
     if column is None:
         told = ", ".join(opened.schema_arrow.names[:8])
         raise UserError(f"{span.path} has no column {field!r}; set data.field to one of its own: {told}")
-    if not any(
-        kind(column.type)
-        for kind in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
-    ):
+    if not _holds_text(column.type):
         raise UserError(
             f"{span.path}: column {field!r} holds no text but {column.type}; choose another by data.field"
         )
@@ -201,3 +198,19 @@ def _rows(span: Span, field: str) -> Iterator[Piece]:
                     yield Piece(text.encode(), ends=True)
     except pyarrow.ArrowException as error:
         raise unreadable(span.path, error) from None
+
+
+def _holds_text(kind: Any) -> bool:
+    """Whether a column of an Arrow type does: strings, also as numbers into a list of them, or nothing at all, as where
+    one file of many has no value."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    found = pyarrow.types
+    return bool(
+        found.is_string(kind)
+        or found.is_large_string(kind)
+        or found.is_string_view(kind)
+        or found.is_null(kind)
+    )

@@ -21,6 +21,7 @@ from actors.data_settings import TextSource
 from actors.engine.tokens import TokenFile, check_vocabulary
 from actors.text import readers
 from actors.text.files import files_of
+from actors.text.prepare import make_tokens
 from actors.text.text import prepare_text
 from planner.errors import UserError
 
@@ -71,6 +72,36 @@ def test_every_text_format_gives_the_same_tokens(tmp_path: Path) -> None:
         made = tokens_of(path, tmp_path / "cache")
         assert made.tokens.tolist() == EXPECTED, path
         assert made.ends.tolist() == [5, 13, 26], path
+
+
+def test_a_document_may_be_null_and_a_column_of_several_types(tmp_path: Path) -> None:
+    texts = ["a", None, "b", "", "a"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sources = [tmp_path / "a.jsonl"]
+    strings = pyarrow.array(texts, pyarrow.string())
+    for name, column in (
+        ("string", strings),
+        ("large", strings.cast(pyarrow.large_string())),
+        ("dictionary", strings.dictionary_encode()),
+    ):
+        sources.append(tmp_path / f"{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), sources[-1])
+    for source in sources:
+        assert tokens_of(source, tmp_path / "cache").tokens.tolist() == [97, 256, 98, 256, 97, 256], source
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("column", [pyarrow.array([], pyarrow.string()), pyarrow.array([None, None])])
+def test_a_parquet_file_without_any_text_is_told_or_left_out(
+    tmp_path: Path, column: Any, processes: int
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="holds no text; give a text that is not empty"):
+        make_tokens(TextSource(tmp_path / "b.parquet"), cache_dir=tmp_path / "cache", processes=processes)
+    write_parquet(tmp_path / "a.parquet", DOCUMENTS)
+    source = TextSource(tmp_path, pattern="*.parquet")
+    made = make_tokens(source, cache_dir=tmp_path / "cache", processes=processes)
+    assert made.tokens.tolist() == EXPECTED
 
 
 def test_the_field_or_column_can_be_chosen(tmp_path: Path) -> None:
