@@ -16,6 +16,7 @@ from actors.run_weights import run_weights
 from actors.text.prepared import tokenizer_of
 from actors.worker import MakeTrainer, engine_trainer
 from planner.errors import UserError
+from planner.plan import read_plan
 
 if TYPE_CHECKING:
     from actors.engine.evaluation import Validation
@@ -61,6 +62,14 @@ def evaluate_run(
 def evaluation_job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
     """The run's job, to be run under a plan, with other text to evaluate on if some is given."""
     job = read_job(run / "job.yaml")
+    if plan is not None and (planned := read_plan(plan).model) != job.model:
+        raise UserError(
+            f"--plan {plan} is for the model {planned.name}, which differs from the run's {job.model.name}; give a plan"
+            " for the run's model, or leave it out"
+        )
+    # Of a Megatron pair what both files have in common may be named.
+    if data is not None and not (data.exists() or Path(f"{data}.idx").exists()):
+        raise UserError(f"--data {data} does not exist; give a text file or a folder")
     fields = job.model_dump(mode="json", exclude_defaults=True)
     fields["plan"] = str((plan or run / "plan.json").resolve())
     # The plan holds both: what the job says of them was for the search.
@@ -72,7 +81,8 @@ def evaluation_job(run: Path, *, data: Path | None, plan: Path | None) -> Job:
         # Prepared tokens are learned without a word of what made them; the other text must become tokens by the same.
         if (tokenizer := tokenizer_of(job.texts())) is not None:
             fields["data"]["tokenizer"] = str(tokenizer)
-    return parse_job(fields, base=job.base, source=str(run / "job.yaml"))
+    source = str(run / "job.yaml") if plan is None else f"--plan {plan}"
+    return parse_job(fields, base=job.base, source=source)
 
 
 def _held_out_samples(job: Job, prepared: Prepared) -> int:

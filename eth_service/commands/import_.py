@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,7 +78,7 @@ def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> No
         text["tokenizer"] = TOKENIZER_FILE
     job: dict[str, Any] = {
         "version": 1,
-        "name": model.name,
+        "name": _job_name(model.name),
         "model": "config.json",
         "weights": "weights.safetensors",
         "data": text,
@@ -90,3 +91,8 @@ def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> No
         },
     }
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+
+
+def _job_name(model: str) -> str:
+    """A job's name for a model's, which may hold anything that a folder's may."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", model).lstrip("._-")[:63] or "imported"

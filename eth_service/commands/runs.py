@@ -139,7 +139,7 @@ def compare(
         table.add_row(str(row["iteration"]), *map(_number, row["losses"]))
     out = console()
     out.print(_table(lines))
-    out.print(table)
+    out.print(table if at else "no iteration is there in all of them")
 
 
 def _plot(runs: list[Path], lines: list[RunLine], file: Path | None) -> None:

@@ -59,3 +59,29 @@ def test_another_text_becomes_tokens_as_the_prepared_one_did(
     held_out = prepare(evaluated).held_out.tokens
     assert held_out is not None and TokenFile(held_out).tokenizer == made.tokenizer
     assert made.tokenizer.endswith("end of document 0")
+
+
+def test_what_does_not_fit_a_run_is_named_by_its_option(tmp_path: Path) -> None:
+    run = RunFolder.check(tmp_path / "run", overwrite=False)
+    run.create()
+    job = read_job(write_job(tmp_path, steps=2))
+    run.write_job(job)
+    run.close()
+    plan = job.plan
+    assert isinstance(plan, Plan)
+    other = plan.model_copy(
+        update={"model": plan.model.model_copy(update={"name": "other", "vocab_size": 300})}
+    )
+    (tmp_path / "other.json").write_text(other.model_dump_json())
+    with pytest.raises(
+        UserError, match=r"--plan .*other.json is for the model other, .* the run's small; give"
+    ):
+        evaluation_job(run.path, data=None, plan=tmp_path / "other.json")
+    longer = plan.model_copy(update={"sequence_length": 16})
+    (tmp_path / "longer.json").write_text(longer.model_dump_json())
+    with pytest.raises(
+        UserError, match=r"--plan .*longer.json: training.sequence_length = 32 \(the plan says 16"
+    ):
+        evaluation_job(run.path, data=None, plan=tmp_path / "longer.json")
+    with pytest.raises(UserError, match=r"--data .*none.txt does not exist; give a text file"):
+        evaluation_job(run.path, data=tmp_path / "none.txt", plan=tmp_path / "plan.json")

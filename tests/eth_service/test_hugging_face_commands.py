@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -184,6 +185,19 @@ def test_a_model_is_imported_from_an_object_store(
         assert code == 2 and said in err and err.count("\n") == 1, err
     with pytest.raises(UserError, match=r"^model = 's3://bucket/none' holds no config.json; name"):
         parse_job(values | {"model": f"s3://{BUCKET}/none"}, base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "job"),
+    [("my model (v2)", "my-model-v2-"), ("...", "imported"), ("ß" * 40, "imported"), ("a" * 80, "a" * 63)],
+)
+def test_a_folder_of_any_name_gives_a_job_that_can_be_read(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, job: str
+) -> None:
+    shutil.copytree(llama, tmp_path / "theirs" / folder)
+    code, _, err = eth(capsys, "import", tmp_path / "theirs" / folder, "--output", tmp_path / "ours")
+    assert code == 0, err
+    assert read_job(tmp_path / "ours" / "job.yaml").name == job
 
 
 def recorded_run(job: Job, folder: Path) -> RunFolder:

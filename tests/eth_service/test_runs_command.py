@@ -103,6 +103,8 @@ def test_runs_are_compared_where_both_were(tmp_path: Path, capsys: pytest.Captur
         {"iteration": 2, "losses": [2.0, 2.5]},
     ]
     assert "2.5000" in eth(capsys, "compare", one, other)[1]
+    none = make_run(tmp_path, "none", [])
+    assert "no iteration is there in all of them" in eth(capsys, "compare", one, none)[1]
 
 
 def test_runs_of_one_job_are_told_apart_by_their_folders(
