@@ -15,6 +15,7 @@ from planner.profile.analytic import AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search import find_plan, strategy_names
+from planner.search.control import OF_ALL, SearchControl, SearchOptions
 
 # What all others are compared with.
 REFERENCE = "eth"
@@ -83,10 +84,12 @@ def compare(
     strategies: Sequence[str],
     profile: ProfileTable | None = None,
     progress: Callable[[str], None] | None = None,
+    options: SearchOptions | None = None,
 ) -> Comparison:
     """Plans of all strategies for the request; one that cannot fit has its reason instead.
 
-    UserError for a strategy that is not known.
+    `options` are those of the search of `eth`; what they leave out of `OF_ALL`, they leave out of all. UserError for
+    a strategy that is not known.
     """
     unknown = [name for name in strategies if name not in strategy_names()]
     if unknown:
@@ -96,7 +99,8 @@ def compare(
         )
     table = profile or AnalyticProfile(request.model, request.cluster.device_types)
     speeds = device_speeds(request, table)
-    rows = [_row(request, name, table, progress) for name in dict.fromkeys(strategies)]
+    options = options or SearchOptions()
+    rows = [_row(request, name, table, progress, options) for name in dict.fromkeys(strategies)]
     return Comparison(
         tuple(rows),
         ideal_seconds=request.global_batch_size / speeds.samples_per_second,
@@ -116,10 +120,17 @@ def _row(
     strategy: str,
     profile: ProfileTable,
     progress: Callable[[str], None] | None,
+    options: SearchOptions,
 ) -> Row:
+    if strategy != REFERENCE:
+        options = SearchOptions(options.without & OF_ALL)
+    control = SearchControl(options) if progress is None else SearchControl(options, progress=progress)
     try:
         plan = find_plan(
-            request.model_copy(update={"strategy": strategy}), profile=profile, progress=progress
+            request.model_copy(update={"strategy": strategy}),
+            profile=profile,
+            progress=progress,
+            control=control,
         )
     except UserError as error:
         # The row says which strategy it is.

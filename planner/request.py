@@ -19,7 +19,7 @@ class PlanRequest(Contract):
     `objective` says what to minimise: the iteration's seconds, or the price of a token, for which device types
     need a `price_per_hour`; `throughput_floor` (tokens a second) then says how slow the plan may be. With
     `bound` the strategy also works out how much better any plan could be. `recompute`, `sequence_parallel` and
-    `zero_stages` say what a plan may make use of; a strategy need not.
+    `zero_stages` say what a plan may make use of.
     """
 
     model: ModelSpec

@@ -34,6 +34,7 @@ def make_request(
     prices: Sequence[str] = (),
     recompute: bool = True,
     zero: str = "0,1,2",
+    sequence_parallel: bool = True,
 ) -> tuple[PlanRequest, ProfileTable | None]:
     """The request that the options describe, and the table of `--profiles`; UserError names the option."""
     from planner.cluster import resolve_cluster
@@ -58,6 +59,7 @@ def make_request(
             "throughput_floor": throughput_floor,
             "recompute": recompute,
             "zero_stages": _zero_stages(zero),
+            "sequence_parallel": sequence_parallel,
         },
         source=command,
     )

@@ -32,6 +32,7 @@ def compare(
     price: options.Price = None,
     no_recompute: options.NoRecompute = False,
     zero: options.Zero = "0,1,2",
+    without: options.Without = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write the table and all plans here")
     ] = None,
@@ -41,8 +42,10 @@ def compare(
 
     from eth_service.commands.common import check_writable, make_request, progress, write_text
     from planner.compare import compare as compare_all
+    from planner.search.control import SearchOptions
 
     check_writable(json_file)
+    chosen = SearchOptions.named(without or ())
     request, profile = make_request(
         model,
         cluster=cluster,
@@ -55,10 +58,11 @@ def compare(
         prices=price or (),
         recompute=not no_recompute,
         zero=zero,
+        sequence_parallel=chosen.on("sequence_parallel"),
         command="eth compare",
     )
     names = [name.strip() for name in strategies.split(",") if name.strip()]
-    found = compare_all(request, strategies=names, profile=profile, progress=progress)
+    found = compare_all(request, strategies=names, profile=profile, progress=progress, options=chosen)
     if json_file is not None:
         write_text(json.dumps(_data(request, found), indent=2), json_file)
     _show(request, found)

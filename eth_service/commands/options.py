@@ -33,6 +33,7 @@ Zero = Annotated[str, typer.Option(help="ZeRO stages to choose from, separated b
 Without = Annotated[
     list[str] | None,
     typer.Option(
-        help="parts of the search to leave out: cache, skipping, order, dp, exact, peers; may be repeated"
+        help="parts of the search of eth to leave out: cache, skipping, order, dp, exact, peers; or of every"
+        " strategy: sequence_parallel; may be repeated"
     ),
 ]

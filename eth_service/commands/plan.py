@@ -70,6 +70,7 @@ def plan(
     from planner.search.stopping import stopped_words
 
     check_writable(json_file)
+    chosen = SearchOptions.named(without or (), alpha=alpha, evaluations=evaluations, time_budget=time_budget)
     request, profile = make_request(
         model,
         cluster=cluster,
@@ -85,9 +86,9 @@ def plan(
         prices=price or (),
         recompute=not no_recompute,
         zero=zero,
+        sequence_parallel=chosen.on("sequence_parallel"),
         command="eth plan",
     )
-    chosen = SearchOptions.named(without or (), alpha=alpha, evaluations=evaluations, time_budget=time_budget)
     control = SearchControl(chosen, progress=progress, interruptible=True)
     try:
         found = find_plans(request, most=max(top, 2 if explain else 1), profile=profile, control=control)

@@ -89,11 +89,9 @@ class Bench:
         types: Collection[str] | None = None,
         offer: Offer = ignore,
         budget: Budget | None = None,
-        by_position: bool = False,
     ) -> None:
         """`models` are those of the request, if there are some already; `types` are those to use, None means all;
-        `offer` is told of every plan that is priced; `by_position`: stages whose TP can cut activations by position
-        do."""
+        `offer` is told of every plan that is priced."""
         self._offer = offer
         self.request = request
         self.profile = profile
@@ -109,7 +107,7 @@ class Bench:
             self.cost,
             self.memory,
             recompute=self.models.recompute if request.recompute else None,
-            by_position=by_position,
+            by_position=request.sequence_parallel,
             upper=self.budget.upper * _NEAR_UPPER,
         )
         zero_stages = zero_order(request)
@@ -224,8 +222,8 @@ class Bench:
         samples: int,
     ) -> PipelinePlan:
         stages, first = [], 0
-        for number, (form, ids, count, recompute) in enumerate(
-            zip(chain, devices, split.layers, split.recompute, strict=True)
+        for number, (form, ids, count, cut, recompute) in enumerate(
+            zip(chain, devices, split.layers, split.cuts, split.recompute, strict=True)
         ):
             stages.append(
                 StagePlan(
@@ -236,7 +234,7 @@ class Bench:
                     layers=(first, first + count),
                     embedding=number == 0,
                     head=number == len(chain) - 1,
-                    sequence_parallel=self._splits.cuts(form),
+                    sequence_parallel=cut,
                     recompute=dict(recompute),
                 )
             )

@@ -1,7 +1,7 @@
 """Whether a model fits a cluster at all: one pipeline, as sparing of memory as it can be.
 
-Every type's devices stand in stages of one (tp, dp), in every order of the types, with everything recomputed,
-sharded and cut by position that the request allows. A plan that needs less memory than all of these is rare: it
+Every type's devices stand in stages of one (tp, dp), in every order of the types, with as much recomputed, sharded
+and cut by position as it takes, of what the request allows. A plan that needs less memory than all of these is rare: it
 would have unlike stages of one type.
 """
 
@@ -77,7 +77,7 @@ def _sparing_plan(request: PlanRequest, profile: ProfileTable | None, factor: fl
     types = {name: _enlarged(type_, factor) for name, type_ in request.cluster.device_types.items()}
     cluster = request.cluster.model_copy(update={"device_types": types})
     changed = request.model_copy(update={"cluster": cluster, "zero_stages": (max(request.zero_stages),)})
-    bench = Bench(changed, profile=profile or _analytic(changed), by_position=request.sequence_parallel)
+    bench = Bench(changed, profile=profile or _analytic(changed))
 
     def everything(paces: Sequence[Pace]) -> list[int]:
         return [changed.global_batch_size]

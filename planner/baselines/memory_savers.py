@@ -1,4 +1,5 @@
-"""What a peer may use to save memory: the ZeRO stages that the request allows, best first."""
+"""What a peer may use to save memory besides recomputation and sequence parallelism (`splits.py`): the ZeRO stages that
+the request allows, best first."""
 
 from __future__ import annotations
 

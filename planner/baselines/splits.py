@@ -1,12 +1,13 @@
 """Layers of a chain: the min-max split of least Eq. 1, within the memory of every stage.
 
 A stage recomputes no more than makes its layers fit. What that takes is part of its seconds by layers, so a
-split gives layers to stages with room before it lets others recompute.
+split gives layers to stages with room before it lets others recompute. Under TP a stage cuts activations by
+position (sequence parallelism) where its layers then take less time, or fit only so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,8 @@ from planner.search.layer_split import Split, SplitStage, best_splits
 FloatArray = npt.NDArray[np.float64]
 Nodes = tuple[int, ...]
 """Nodes of a stage's replicas."""
+Variants = Sequence[SplitStage]
+"""A stage with activations whole and, where it may, cut by position."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,17 @@ class Role:
     embedding: bool
     head: bool
     zero: Zero
+    cut: bool = False
+    """Activations are cut by position."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Layers and recomputation of every stage, the sum of stage seconds (fill) and the largest (period)."""
+    """Layers and recomputation of every stage, and whether it cuts activations by position; the sum of stage seconds
+    (fill) and the largest (period)."""
 
     layers: tuple[int, ...]
+    cuts: tuple[bool, ...]
     recompute: tuple[Recompute, ...]
     fill_seconds: float
     period_seconds: float
@@ -62,13 +69,14 @@ class Splitter:
         upper: float = float("inf"),
     ) -> None:
         """`recompute` None: nothing is recomputed. Splits that take `upper` seconds by Eq. 1 are of no use, and given
-        up on. `by_position`: stages whose TP can cut activations by position do."""
+        up on. `by_position`: stages whose TP can cut activations by position may."""
         self._upper, self._by_position = upper, by_position
         self.cost, self.memory = cost, memory
         self.layers = cost.model.layers
         self._recompute = recompute
         self._layer_seconds: dict[Form, float] = {}
-        self._tables: dict[tuple[Form, bool, bool], tuple[float, ...]] = {}
+        self._tables: dict[tuple[Form, bool, bool, bool], tuple[float, ...]] = {}
+        self._ways_of: dict[tuple[Role, int], tuple[Role, ...]] = {}
         self._caps: dict[tuple[Role, int, bool], int] = {}
         self._replays: dict[Role, FloatArray] = {}
         self._least: dict[tuple[Role, int, int], Replay | None] = {}
@@ -76,10 +84,11 @@ class Splitter:
         self._splits: dict[tuple[object, ...], LayerPlan | None] = {}
 
     def layer_seconds(self, form: Form) -> float:
-        """Seconds that one more layer of a micro-batch takes."""
+        """Seconds that one more layer of a micro-batch takes, with activations whole or cut, whichever is quicker."""
         if form not in self._layer_seconds:
-            table = self._table(form, False, False)
-            self._layer_seconds[form] = table[1] - table[0]
+            ways = (False, True) if self._may_cut(form) else (False,)
+            tables = [self._table(form, False, False, cut) for cut in ways]
+            self._layer_seconds[form] = min(table[1] - table[0] for table in tables)
         return self._layer_seconds[form]
 
     def may_fit(self, chain: Chain, micro_batches: int, zero: Zero) -> bool:
@@ -109,51 +118,78 @@ class Splitter:
         layers: Sequence[int] | None,
         zero: Zero,
     ) -> LayerPlan | None:
-        roles, extra = _roles(chain, zero), self._received(chain, nodes)
-        seconds = [self._seconds(role, place) for role, place in zip(roles, nodes, strict=True)]
-        plain = self._limits(chain, micro_batches, zero, recomputed=False)
-        best = self._of(_stages(seconds, extra, plain), layers, micro_batches) if plain else None
+        extra = self._received(chain, nodes)
+        in_flight = [min(len(chain) - stage, micro_batches) for stage in range(len(chain))]
+        ways = [self._ways(role, alive) for role, alive in zip(_roles(chain, zero), in_flight, strict=True)]
+        tables = [[self._seconds(way, place) for way in own] for own, place in zip(ways, nodes, strict=True)]
+
+        def stages(*, recomputed: bool) -> list[Variants]:
+            """What fits, with the seconds of recomputing nothing; empty if the model does not fit."""
+            limits = self._limits(chain, micro_batches, zero, recomputed=recomputed)
+            if not limits:
+                return []
+            return [
+                [
+                    SplitStage(table, more, fewest, self._cap(way, alive, recomputed))
+                    for table, way in zip(of_ways, own, strict=True)
+                ]
+                for of_ways, own, more, alive, (fewest, _) in zip(
+                    tables, ways, extra, in_flight, limits, strict=True
+                )
+            ]
+
+        plain = stages(recomputed=False)
+        best = self._of(plain, layers, micro_batches) if plain else None
         if self._recompute is not None:
-            most = self._limits(chain, micro_batches, zero, recomputed=True)
+            most = stages(recomputed=True)
             # What it would be if recomputing took no time.
-            free = self._of(_stages(seconds, extra, most), layers, micro_batches) if most else None
+            free = self._of(most, layers, micro_batches) if most else None
             if free is None or free.latency(micro_batches) >= self._upper:
                 return None
             if _is_quicker(free, best, micro_batches):
-                in_flight = [min(len(roles) - stage, micro_batches) for stage in range(len(roles))]
-                stages = list(self._recomputing(_stages(seconds, extra, most), roles, in_flight))
-                split = self._of(stages, layers, micro_batches)
+                every = [
+                    [self._recomputing(stage, way, alive) for stage, way in zip(of_ways, own, strict=True)]
+                    for of_ways, own, alive in zip(most, ways, in_flight, strict=True)
+                ]
+                split = self._of(every, layers, micro_batches)
                 if split and _is_quicker(split, best, micro_batches):
-                    found = self._settled(roles, stages, split, in_flight)
+                    found = self._settled(ways, every, split, in_flight)
                     if found and _is_quicker(found, best, micro_batches):
                         return found
         if best is None:
             return None
-        return LayerPlan(best.layers, ((),) * len(chain), best.fill_seconds, best.period_seconds)
+        cuts = tuple(
+            own[_quickest(of_ways, count)].cut
+            for own, of_ways, count in zip(ways, plain, best.layers, strict=True)
+        )
+        return LayerPlan(best.layers, cuts, ((),) * len(chain), best.fill_seconds, best.period_seconds)
 
-    def _recomputing(
-        self, stages: Sequence[SplitStage], roles: Sequence[Role], in_flight: Sequence[int]
-    ) -> Iterator[SplitStage]:
-        """The stages with the seconds of what they must recompute."""
-        for stage, role, alive in zip(stages, roles, in_flight, strict=True):
-            replays = self._replay_seconds(role, alive)
-            held = int(np.isfinite(replays).sum()) - 1
-            table = tuple(a + b for a, b in zip(stage.table, replays.tolist(), strict=True))
-            yield replace(stage, table=table, most=min(stage.most, held))
+    def _recomputing(self, stage: SplitStage, way: Role, in_flight: int) -> SplitStage:
+        """The stage with the seconds of what it must recompute."""
+        replays = self._replay_seconds(way, in_flight)
+        held = int(np.isfinite(replays).sum()) - 1
+        table = tuple(a + b for a, b in zip(stage.table, replays.tolist(), strict=True))
+        return replace(stage, table=table, most=min(stage.most, held))
 
     def _settled(
-        self, roles: Sequence[Role], stages: Sequence[SplitStage], split: Split, in_flight: Sequence[int]
+        self,
+        ways: Sequence[Sequence[Role]],
+        stages: Sequence[Variants],
+        split: Split,
+        in_flight: Sequence[int],
     ) -> LayerPlan | None:
         """What each stage recomputes in the end. Unlike replicas recompute the same, which may take longer."""
-        recompute, seconds = [], []
-        for role, stage, layers, alive in zip(roles, stages, split.layers, in_flight, strict=True):
-            replay = self._fewest(role, layers, alive)
+        cuts, recompute, seconds = [], [], []
+        for own, of_ways, layers, alive in zip(ways, stages, split.layers, in_flight, strict=True):
+            index = _quickest(of_ways, layers)
+            replay = self._fewest(own[index], layers, alive)
             if replay is None:
                 return None
-            expected = float(self._replay_seconds(role, alive)[layers])
+            expected = float(self._replay_seconds(own[index], alive)[layers])
+            cuts.append(own[index].cut)
             recompute.append(replay.recompute)
-            seconds.append(stage.seconds(layers) + max(0.0, max(replay.seconds) - expected))
-        return LayerPlan(split.layers, tuple(recompute), sum(seconds), max(seconds))
+            seconds.append(of_ways[index].seconds(layers) + max(0.0, max(replay.seconds) - expected))
+        return LayerPlan(split.layers, tuple(cuts), tuple(recompute), sum(seconds), max(seconds))
 
     def _fewest(self, role: Role, layers: int, in_flight: int) -> Replay | None:
         if layers <= self._cap(role, in_flight, False):
@@ -166,8 +202,9 @@ class Splitter:
         return self._least[key]
 
     def _of(
-        self, stages: Sequence[SplitStage], layers: Sequence[int] | None, micro_batches: int
+        self, variants: Sequence[Variants], layers: Sequence[int] | None, micro_batches: int
     ) -> Split | None:
+        stages = [_merged(of_ways) for of_ways in variants]
         if layers is None:
             found = best_splits(stages, layers=self.layers, micro_batches=[micro_batches])
             return found[0] if found else None
@@ -183,7 +220,8 @@ class Splitter:
         count, found = len(chain), []
         for stage, role in enumerate(_roles(chain, zero)):
             fewest = 0 if role.embedding or role.head else 1
-            most = self._cap(role, min(count - stage, micro_batches), recomputed)
+            alive = min(count - stage, micro_batches)
+            most = max(self._cap(way, alive, recomputed) for way in self._ways(role, alive))
             if most < fewest:
                 return []
             found.append((fewest, most))
@@ -225,15 +263,15 @@ class Splitter:
 
     def _seconds(self, role: Role, nodes: Nodes) -> tuple[float, ...]:
         """Seconds of a micro-batch by layers, without receiving and recomputation."""
-        form, table = role.form, self._table(role.form, role.embedding, role.head)
+        form, table = role.form, self._table(role.form, role.embedding, role.head, role.cut)
         if role.zero.stage < 2 or len(form.replicas) < 2:
             return table
         shape = replace(_shape(form, nodes), embedding=role.embedding, head=role.head, zero_stage=2)
         none, one, two = (self.cost.scatter_seconds(replace(shape, layers=n)) for n in (0, 1, 2))
         return (table[0] + none, *(s + one + (two - one) * n for n, s in enumerate(table[1:])))
 
-    def _table(self, form: Form, embedding: bool, head: bool) -> tuple[float, ...]:
-        key = (form, embedding, head)
+    def _table(self, form: Form, embedding: bool, head: bool, cut: bool) -> tuple[float, ...]:
+        key = (form, embedding, head, cut)
         if key not in self._tables:
             self._tables[key] = self.cost.layer_table(
                 form.loads,
@@ -241,12 +279,27 @@ class Splitter:
                 most_layers=self.layers,
                 embedding=embedding,
                 head=head,
-                sequence_parallel=self.cuts(form),
+                sequence_parallel=cut,
             )
         return self._tables[key]
 
-    def cuts(self, form: Form) -> bool:
-        """Whether such a stage cuts activations by position."""
+    def _ways(self, role: Role, in_flight: int) -> tuple[Role, ...]:
+        """The role with activations whole and, where that may be better, cut by position."""
+        key = (role, in_flight)
+        if key not in self._ways_of:
+            cut = replace(role, cut=True)
+            better = self._may_cut(role.form) and (
+                self._cap(role, in_flight, False) < self.layers or self._is_ever_quicker(cut, role)
+            )
+            self._ways_of[key] = (role, cut) if better else (role,)
+        return self._ways_of[key]
+
+    def _is_ever_quicker(self, one: Role, other: Role) -> bool:
+        """For any number of layers, with nothing recomputed."""
+        tables = [self._table(role.form, role.embedding, role.head, role.cut) for role in (one, other)]
+        return any(a < b for a, b in zip(*tables, strict=True))
+
+    def _may_cut(self, form: Form) -> bool:
         return self._by_position and cuts_positions(tp=form.tp, sequence_length=self.cost.sequence_length)
 
     def _load(self, role: Role, rows: int, layers: int, in_flight: int) -> StageLoad:
@@ -261,7 +314,7 @@ class Splitter:
             zero_stage=zero.stage,
             zero_ways=zero.ways(len(form.replicas)),
             dp=len(form.replicas),
-            sequence_parallel=self.cuts(form),
+            sequence_parallel=role.cut,
         )
 
     def _received(self, chain: Chain, nodes: Sequence[Nodes]) -> list[float]:
@@ -291,13 +344,25 @@ def _roles(chain: Sequence[Form], zero: Zero) -> list[Role]:
     return [Role(form, stage == 0, stage == last, zero) for stage, form in enumerate(chain)]
 
 
-def _stages(
-    seconds: Sequence[tuple[float, ...]], extra: Sequence[float], limits: Sequence[tuple[int, int]]
-) -> list[SplitStage]:
-    return [
-        SplitStage(table, more, fewest, most)
-        for table, more, (fewest, most) in zip(seconds, extra, limits, strict=True)
-    ]
+def _merged(of_ways: Variants) -> SplitStage:
+    """The stage run, for each number of layers, in the quickest way in which they fit.
+
+    Its seconds grow with layers, so the least period is still found; where they are not convex, of splits with that
+    period one with a little more fill may be taken.
+    """
+    if len(of_ways) == 1:
+        return of_ways[0]
+    most = max(stage.most for stage in of_ways)
+    table = tuple(
+        min(stage.table[count] for stage in of_ways if count <= stage.most) for count in range(most + 1)
+    )
+    return replace(of_ways[0], table=table, most=most)
+
+
+def _quickest(of_ways: Variants, layers: int) -> int:
+    """The first of the ways that take so many layers in least time."""
+    able = [index for index, stage in enumerate(of_ways) if layers <= stage.most]
+    return min(able, key=lambda index: of_ways[index].table[layers])
 
 
 def _is_quicker(one: Split | LayerPlan, other: Split | None, micro_batches: int) -> bool:

@@ -21,6 +21,9 @@ PARTS: Mapping[str, str] = {
 }
 """The parts of strategy `eth` that `--without` switches off, each alone."""
 
+OF_ALL = frozenset({"sequence_parallel"})
+"""Those of them that are the other strategies' too."""
+
 _PROGRESS_SECONDS = 1.0
 _MOST_EVALUATIONS = 10**9
 

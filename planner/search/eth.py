@@ -35,8 +35,6 @@ def plan(
 ) -> Plan:
     """The strategy: a priced Plan with `search` statistics. UserError if nothing fits."""
     control = control or SearchControl(progress=progress)
-    if not control.options.on("sequence_parallel"):
-        request = request.model_copy(update={"sequence_parallel": False})
     if not control.options.on("exact"):
         return paper.plan(request, profile=profile, control=control, offer=offer)
     models = CostModels.of_request(request, profile=profile)

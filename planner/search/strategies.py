@@ -17,7 +17,7 @@ from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search import eth
 from planner.search.cheapest import cheapest_plan, finder
-from planner.search.control import SearchControl, SearchOptions
+from planner.search.control import OF_ALL, SearchControl, SearchOptions
 from planner.search.shortlist import Offer, Shortlist, ignore, pipelines_key, rank_of
 from planner.search.stopping import stoppable
 from planner.simulate import simulate
@@ -89,6 +89,8 @@ def find_plan(
     start = time.perf_counter()
     profile = profile or AnalyticProfile(request.model, request.cluster.device_types)
     control = control or SearchControl(progress=progress or _quiet)
+    if not control.options.on("sequence_parallel"):
+        request = request.model_copy(update={"sequence_parallel": False})
     strategy = _controlled(request, strategy, control)
 
     def search(tell: Progress, offer: Offer) -> Plan:
@@ -121,14 +123,14 @@ def find_plans(
 
 def _controlled(request: PlanRequest, strategy: Strategy, control: SearchControl) -> Strategy:
     """The strategy with the control, if it takes one. UserError if it does not and the user asks for more than
-    a time limit."""
+    a time limit and what all have."""
     if request.strategy == "eth":
         return partial(eth.plan, control=control)
     options = control.options
-    if options.without or options.evaluations is not None or options.alpha != SearchOptions.alpha:
+    if options.without - OF_ALL or options.evaluations is not None or options.alpha != SearchOptions.alpha:
         raise UserError(
             f"strategy = {request.strategy!r} has no parts to choose: --without, --alpha and --evaluations belong"
-            " to the strategy eth; leave them out"
+            f" to the strategy eth, but for --without {', '.join(sorted(OF_ALL))}; leave them out"
         )
     return strategy
 

@@ -66,6 +66,24 @@ def test_some_strategies_are_compared_with_the_quickest_of_them() -> None:
     assert "hexiscale" not in shown and ("/ metis" in shown or "/ uniform" in shown)
 
 
+def test_what_is_left_out_of_the_search_is_left_out_of_all(tmp_path: Path) -> None:
+    """GPT-3 13B in one node of quick links, where TP cut by position pays."""
+    cluster, file = tmp_path / "cluster.yaml", tmp_path / "all.json"
+    cluster.write_text(
+        "nodes: [{devices: [{type: A100, count: 8}]}]\n"
+        "links: {intra_node: {bandwidth: 3e11, latency: 2e-6}}\n"
+    )
+    job = ["gpt3-13b", "--cluster", str(cluster), "--global-batch-size", "8", "--strategies", "eth,metis"]
+    cut = []
+    for options in ([], ["--without", "sequence_parallel,exact", "--without", "cache"]):
+        output_of("compare", *job, *options, "--json", str(file))
+        plans = [Plan.model_validate(row["plan"]) for row in json.loads(file.read_text())["rows"]]
+        stages = [[stage for pipeline in plan.pipelines for stage in pipeline.stages] for plan in plans]
+        cut.append([any(stage.sequence_parallel for stage in own) for own in stages])
+    assert cut == [[True, True], [False, False]]
+    assert plans[0].search is not None and plans[0].search["parts"] == ["skipping", "order", "dp"]
+
+
 def test_one_that_does_not_fit_says_why_in_its_row() -> None:
     """Equal layers need a stage on each type at least; the smaller one cannot hold half of this model."""
     shown = output_of(

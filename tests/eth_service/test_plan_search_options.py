@@ -88,7 +88,7 @@ def test_the_default_plan_says_which_parts_were_on(tmp_path: Path) -> None:
         (
             ["--strategy", "metis", "--without", "cache"],
             "strategy = 'metis' has no parts to choose: --without, --alpha and --evaluations belong to the"
-            " strategy eth; leave them out",
+            " strategy eth, but for --without sequence_parallel; leave them out",
         ),
     ],
 )

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
+from planner.baselines.forms import pure
+from planner.baselines.memory_savers import Zero
+from planner.baselines.splits import Splitter
 from planner.cluster import Cluster, from_short_form
+from planner.compare import compare
+from planner.cost.memory import StageLoad
+from planner.cost.models import CostModels
 from planner.cost.plan_memory import PlanMemory, check_memory
 from planner.cost.price import iteration_seconds, pipeline_stages, price_plan, replica_seconds
 from planner.cost.stages import StageCost
@@ -21,6 +27,7 @@ from planner.search.control import SearchControl, SearchOptions
 from planner.search.diagnose import fits
 from planner.search.exact.pool import every_pool
 from planner.search.paper.stage_figures import StageKey, StageShop
+from planner.search.peers import PEERS
 from tests.engine.law_plans import by_position, with_recompute
 from tests.plans import Degrees, make_model, make_plan
 
@@ -155,6 +162,87 @@ def test_the_search_cuts_where_it_pays_and_the_bound_holds_for_it() -> None:
     # Of more plans.
     assert bounds[1] <= bounds[0]
     assert "sequence_parallel" in cut.search["parts"]  # type: ignore[index]
+
+
+def test_every_strategy_cuts_where_it_pays_unless_that_is_forbidden() -> None:
+    request = request_of("1x8:A100", batch=8, model=PRESETS["gpt3-13b"], bound=False)
+    forbidding = SearchOptions(frozenset({"sequence_parallel"}))
+    rows = compare(request, strategies=["eth", *PEERS]).rows
+    plain_rows = compare(request, strategies=["eth", *PEERS], options=forbidding).rows
+    for row, plain in zip(rows, plain_rows, strict=True):
+        assert row.plan is not None and plain.plan is not None, row.reason or plain.reason
+        assert any(stage.sequence_parallel for stage in stages_of(row.plan)), row.strategy
+        assert not any(stage.sequence_parallel for stage in stages_of(plain.plan)), row.strategy
+        assert iteration_seconds(row.plan) < iteration_seconds(plain.plan) * 0.995
+        assert price_plan(row.plan).iteration_seconds == iteration_seconds(row.plan)
+        check_memory(row.plan)
+        # None is quicker than the first, which is that of eth.
+        assert rows[0].plan is not None
+        assert iteration_seconds(rows[0].plan) <= iteration_seconds(row.plan) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", [2e10, 4e10])
+def test_a_peer_s_stage_is_cut_where_its_micro_batch_is_quicker_with_what_it_recomputes(
+    bandwidth: float,
+) -> None:
+    """Of two stages with 20 layers each, at memories from too little to ample; worked out way by way."""
+    request = request_of("1x8:A100", batch=8, model=PRESETS["gpt3-13b"])
+    link = {"bandwidth": bandwidth, "latency": 2e-6}
+    cluster = request.cluster.model_dump() | {"links": {"intra_node": link, "inter_node": link}}
+    request = request.model_copy(update={"cluster": Cluster.model_validate(cluster)})
+    profile = AnalyticProfile(request.model, request.cluster.device_types)
+    chain, zero = (pure("A100", tp=4, dp=1, micro_batch_size=4),) * 2, Zero(1)
+    devices = [tuple(f"node0/{index}" for index in range(start, start + 4)) for start in (0, 4)]
+    seen = set()
+    for gib in (24, 26, 27, 28, 29, 30, 31, 32, 34, 36, 40, 80):
+        one = with_memory(request, gib * 2**30)
+        models = CostModels.of_request(one, profile=profile)
+        splitter = Splitter(models.cost, models.memory, recompute=models.recompute, by_position=True)
+        found = splitter.split(chain, devices, 8, [20, 20], zero)
+        best = [
+            min(
+                (
+                    (step + replay.seconds[0], cut)
+                    for cut in (False, True)
+                    for step, load in [_stage(models, stage, cut)]
+                    if (replay := models.recompute.fewest([("A100", load)])) is not None
+                ),
+                default=None,
+            )
+            for stage in range(2)
+        ]
+        if None in best:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.cuts == tuple(one[1] for one in best if one)
+        # Receiving comes on top, the same either way.
+        received = found.fill_seconds - sum(one[0] for one in best if one)
+        assert 0 < received < 0.02 * found.fill_seconds
+        seen.add(found.cuts)
+    assert len(seen) > 1
+
+
+def _stage(models: CostModels, stage: int, cut: bool) -> tuple[float, StageLoad]:
+    """Seconds of 20 layers on four devices without recomputation, and what they hold."""
+    ends: dict[str, Any] = {"embedding": stage == 0, "head": stage == 1}
+    step = models.cost.replica_step(
+        device_type="A100", tp=4, rows=4, layers=20, sequence_parallel=cut, **ends
+    )
+    load = StageLoad(4, 4, 20, in_flight=2 - stage, zero_stage=1, sequence_parallel=cut, **ends)
+    return step.total, load
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_a_peer_plans_what_fits_only_so(strategy: str) -> None:
+    cut = request_of("1x4:A100", batch=4, recompute=False, strategy=strategy)
+    whole = cut.model_copy(update={"sequence_parallel": False})
+    memory_bytes = (least_memory(cut) + least_memory(whole)) // 2
+    with pytest.raises(UserError, match="does not fit"):
+        find_plan(with_memory(whole, memory_bytes))
+    plan = find_plan(with_memory(cut, memory_bytes))
+    assert any(stage.sequence_parallel for stage in stages_of(plan))
+    check_memory(plan)
 
 
 def test_the_paper_s_moves_cut_a_stage_that_fits_only_so() -> None:

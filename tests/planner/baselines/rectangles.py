@@ -1,4 +1,5 @@
-"""Every rectangle TP x PP x DP with equal layers, device by named device; shares no code with the strategy."""
+"""Every rectangle TP x PP x DP with equal layers, device by named device, each stage with activations whole or cut
+by position; shares no code with the strategy."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ def prices_by_rectangle(
             if model.layers % pp or pp * dp > len(groups) or request.global_batch_size % (dp * size):
                 continue
             for placed in itertools.permutations(groups, pp * dp):
-                price = _price(request, placed, tp, pp, dp, size)
                 key = (tp, pp, dp, size)
-                best[key] = min(best.get(key, float("inf")), price)
+                for cuts in itertools.product((False, True) if tp > 1 else (False,), repeat=pp):
+                    price = _price(request, placed, tp, pp, dp, size, cuts)
+                    best[key] = min(best.get(key, float("inf")), price)
     return best
 
 
@@ -42,9 +44,15 @@ def _groups(request: PlanRequest, tp: int) -> Iterator[tuple[str, ...]]:
 
 
 def _price(
-    request: PlanRequest, placed: Sequence[tuple[str, ...]], tp: int, pp: int, dp: int, size: int
+    request: PlanRequest,
+    placed: Sequence[tuple[str, ...]],
+    tp: int,
+    pp: int,
+    dp: int,
+    size: int,
+    cuts: Sequence[bool],
 ) -> float:
-    """inf if it does not fit."""
+    """inf if it does not fit. `cuts`: of each stage, whether it is cut by position."""
     layers, samples = request.model.layers // pp, request.global_batch_size // dp
     pipelines = tuple(
         PipelinePlan(
@@ -61,6 +69,7 @@ def _price(
                     layers=(stage * layers, (stage + 1) * layers),
                     embedding=stage == 0,
                     head=stage == pp - 1,
+                    sequence_parallel=cuts[stage],
                 )
                 for stage in range(pp)
             ),
