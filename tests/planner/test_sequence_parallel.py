@@ -299,9 +299,12 @@ def test_a_model_that_fits_only_so_is_planned_so(devices: str, fields: dict[str,
     memory_bytes = (least + most) // 2
     with pytest.raises(UserError, match=r"it fits with sequence parallel \(leave out"):
         find_plan(with_memory(whole, memory_bytes))
-    plan = found(with_memory(cut, memory_bytes))
-    assert any(stage.sequence_parallel for stage in stages_of(plan))
-    check_memory(plan)
+    plans = [found(with_memory(cut, memory_bytes), *without) for without in ([], ["exact"])]
+    for plan in plans:
+        assert any(stage.sequence_parallel for stage in stages_of(plan))
+        check_memory(plan)
+        assert price_plan(plan).iteration_seconds == iteration_seconds(plan)
+    plan = plans[0]
     assert plan.predicted is not None and plan.predicted.lower_bound_seconds is not None
     assert plan.predicted.lower_bound_seconds <= iteration_seconds(plan)
     assert price_plan(plan).iteration_seconds == iteration_seconds(plan)

@@ -167,6 +167,7 @@ class Balancer:
                     layers=(first, first + layers),
                     embedding=number == 0,
                     head=number == len(tuned.stages) - 1,
+                    sequence_parallel=figures.by_position,
                     recompute=dict(recompute),
                 )
             )

@@ -74,7 +74,9 @@ class PaperSearch:
         granularity: Granularity,
         offer: Offer,
         zero_stage: Literal[0, 1, 2] = 0,
+        by_position: bool = False,
     ) -> None:
+        """`by_position`: stages may cut activations by position."""
         self._request, self.pool = request, pool
         self._control, self._options, self._budget = control, control.options, budget
         self.unit = granularity.unit
@@ -83,7 +85,14 @@ class PaperSearch:
         self.counts = GroupCounts()
         self.pipeline_counts = PipelineCounts()
         shops = [
-            StageShop(request, pool, profile=profile, pipelines=count, zero_stage=zero_stage)
+            StageShop(
+                request,
+                pool,
+                profile=profile,
+                pipelines=count,
+                zero_stage=zero_stage,
+                by_position=by_position,
+            )
             for count in (1, 2)
         ]
 

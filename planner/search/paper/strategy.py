@@ -10,7 +10,7 @@ from planner.plan import Plan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.control import SearchControl, SearchStopped
-from planner.search.diagnose import cannot_fit
+from planner.search.diagnose import cannot_fit, fits
 from planner.search.exact.pool import Pool, pools
 from planner.search.paper.budget import EvaluationBudget
 from planner.search.paper.device_groups import count_groups
@@ -27,7 +27,8 @@ _PARTS = ("cache", "skipping", "order", "dp")
 
 
 def plan(request: PlanRequest, *, profile: ProfileTable, control: SearchControl, offer: Offer) -> Plan:
-    """The best plan within the control's evaluations, with `search` statistics.
+    """The best plan within the control's evaluations, with `search` statistics. Activations are whole, unless nothing
+    fits so.
 
     UserError if none was found, SearchStopped if time was up before that.
     """
@@ -57,6 +58,8 @@ class _Run:
     ) -> None:
         self._request, self._profile, self._control, self._offer = request, profile, control, offer
         self._limit = limit
+        whole = request.model_copy(update={"sequence_parallel": False})
+        self._by_position = request.sequence_parallel and not fits(whole)
         self._budgets: list[EvaluationBudget] = []
         self._main: list[PaperSearch] = []
         self.best: Plan | None = None
@@ -101,6 +104,7 @@ class _Run:
             granularity=granularity(pool.counts, evaluations),
             offer=self._offer,
             zero_stage=zero_stage,
+            by_position=self._by_position,
         )
 
     def _keep(self, plan: Plan | None) -> None:
