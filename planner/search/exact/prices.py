@@ -27,11 +27,13 @@ _PARTS = 4
 # Intervals whose best chain ends this much later than the linear program's time are not looked at again.
 _NEAR = 1.004
 # In the first rounds prices are rough.
-_ROUGH, _ROUGH_ROUNDS = 1.02, 2
+_ROUGH, _ROUGH_ROUNDS = 1.01, 2
 # Whole pipelines may be that much later than fractions, and than the best plan.
 _WIDE, _BEYOND = 1.1, 1.04
 # Of the first chains, those by this share later than the best are of no use.
 _FIRST = 0.2
+# Up to so many devices the first chains are those of several prices.
+_FEW_DEVICES = 32
 # Intervals that are looked at before all others, to know what that is.
 _GUIDES = 4
 # Rounds in a row that gain less than this share, after which no more follow.
@@ -214,10 +216,13 @@ class Priced:
 
 
 def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
-    """The best chains at prices in proportion to speed, and with each kind dearer in turn; may be empty."""
+    """The best chains at prices in proportion to speed, and among few devices with each kind dearer in turn; may be
+    empty."""
     pool = ChainPool()
     guess = first_prices(tables, budget)
-    for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)))):
+    # Of few devices not all chains that matter are near those prices.
+    few = sum(budget.counts) <= _FEW_DEVICES
+    for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)) if few else ())):
         prices = DevicePrices(0.0, guess * tilt, 0.0, np.empty(0))
         limit = np.inf
         # The most promising first: what is far above its chains need not be known of the others.
