@@ -1,15 +1,16 @@
 """What saving costs a run: the pause of training, the speed of writing, and memory.
 
-Ranks of the host's processor train one model. A turn is three comparisons:
+Ranks of the host's processor train one model. Three comparisons:
 
-* iterations of which all the time a save is under way, against as many without one right after; and those against as
-  many again, so that what the host does by itself is seen as `control`. The copy to host memory, for which training
-  stands still, is told apart;
-* a save with no training beside it, against a plain copy of the very files that it wrote (`shutil.copyfile` and fsync,
-  since a checkpoint is on the disk when it is called whole, at the low priority of a save), by the clock and in
-  processor seconds;
-* the peak of the process's resident memory with saves, over that before the first one, in parts of what the rank saves:
-  one part is the copy.
+* iterations of which all the time a save is under way, against some without one right before and right after. How much
+  longer those after are than those before is `control`: what the host does by itself. The copy to host memory, for
+  which training stands still, is told apart;
+* in the first turns, a save with no training beside it against a plain copy of the very files that it wrote
+  (`shutil.copyfile` and fsync, since a checkpoint is on the disk when it is called whole, at the low priority of a
+  save), by the clock and in processor seconds;
+* in processes of its own, the peak of resident memory with saves over that before the first one, in parts of what the
+  rank saves: one part is the copy. There the C library gives each larger block back to the system at once. What it
+  otherwise keeps grows for the first hundred iterations, saves or none, by more than all that a save takes besides.
 
 `slowdown` is of the seconds in which the training thread ran, or stood still for anything but a processor: for a lock,
 for the interpreter, for memory. The kernel tells how long it was ready to run and had to wait for a core
@@ -51,6 +52,14 @@ SHAPES = {
     "100M": Shape(layers=8, hidden=1024, sequence=256, size=1, count=1),
 }
 WARM_UP = 4
+NEIGHBOURS = 2
+"""Iterations without a save, on either side of a save."""
+COMPARISONS = 5
+"""Turns that also compare a save alone with a plain copy."""
+REMEMBERED_SAVES = 3
+"""Saves whose memory is watched."""
+MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+"""Of larger blocks the C library keeps nothing (mallopt(3))."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,11 @@ class Stretch:
     wall: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
 
-    def over(self, other: Stretch) -> tuple[float, float]:
+    def over(self, *others: Stretch) -> tuple[float, float]:
         """How much longer these iterations are, as a share: without the wait for a core, and by the clock."""
         return (
-            statistics.mean(self.own) / statistics.mean(other.own) - 1,
-            statistics.mean(self.wall) / statistics.mean(other.wall) - 1,
+            statistics.mean(self.own) / statistics.mean(one for other in others for one in other.own) - 1,
+            statistics.mean(self.wall) / statistics.mean(one for other in others for one in other.wall) - 1,
         )
 
 
@@ -79,29 +88,30 @@ class Cost:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rank measured; rank 0 alone knows the three costs: of the save beside training, of one alone, and of a
-    plain copy. `peak_bytes` are the process's so far."""
+    """What a rank measured; rank 0 alone hears of the save."""
 
+    before: Stretch
     saving: Stretch
-    quiet: Stretch
-    again: Stretch
+    after: Stretch
     beside: SavedCheckpoint | None
-    alone: Cost
-    copy: Cost
-    peak_bytes: int
+
+    def slowdown(self) -> tuple[float, float]:
+        """Of iterations while saving, as `Stretch.over`."""
+        return self.saving.over(self.before, self.after)
 
 
 @dataclass(frozen=True)
 class RankTurns:
-    """A rank's turns, the process's peak of memory before the first save, and the pause that this one took (rank 0)."""
+    """A rank's turns. Rank 0 alone knows the pause that its first save took, and what saves alone and plain copies
+    cost."""
 
-    own_peak_bytes: int
     first_pause_seconds: float
     turns: list[Turn]
+    compared: list[tuple[Cost, Cost]]
 
 
 class Rank:
-    """Makes the turns of one rank, after a first save that does not count: RankTurns."""
+    """One rank that trains and saves: its turns, or just its peak of memory."""
 
     def __init__(self, trainer: Trainer, store: dist.Store, folder: Path, *, world_size: int) -> None:
         self._trainer, self._store, self._folder = trainer, store, folder
@@ -109,27 +119,48 @@ class Rank:
         self._iteration = 0
         for _ in range(WARM_UP):
             self._iterate()
-        self.own_peak_bytes = _peak_memory()
+
+    def turns(self, count: int) -> RankTurns:
+        """So many, after a first save that does not count."""
         # The first save takes the memory for its copy, which the others then have.
         first = self._saved_alone()
-        self.first_pause_seconds = 0.0 if first is None else first.pause_seconds
+        pause = 0.0 if first is None else first.pause_seconds
+        found, compared = [], []
+        for number in range(count):
+            found.append(self._turn())
+            if self._trainer.place.rank == 0:
+                print(told(found[-1]), flush=True)
+            if number < COMPARISONS:
+                compared.append(self._without_training())
+        return RankTurns(pause, found, compared)
 
-    def turn(self) -> Turn:
+    def peaks(self) -> tuple[int, int]:
+        """The most resident bytes that the process has had: before its first save, and after some."""
+        own = _peak_memory()
+        for _ in range(REMEMBERED_SAVES):
+            self._saving(Stretch())
+        return own, _peak_memory()
+
+    def _turn(self) -> Turn:
+        before, saving, after = Stretch(), Stretch(), Stretch()
+        for _ in range(NEIGHBOURS):
+            self._timed(before)
+        saved = self._saving(saving)
+        for _ in range(NEIGHBOURS):
+            self._timed(after)
+        return Turn(before, saving, after, saved)
+
+    def _saving(self, stretch: Stretch) -> SavedCheckpoint | None:
+        """The iterations of which all the time a save is under way; the save, None on ranks other than 0."""
         # The copy falls into this iteration, which does not count.
         told = self._iterate(checkpoint_path(self._folder, self._iteration + 1))
-        saving = Stretch()
         while not (ended := self._heard(told)):
-            told = self._timed(saving)
-        if len(saving.wall) > 1:
+            told = self._timed(stretch)
+        if len(stretch.wall) > 1:
             # For a part of the last one no save was under way.
-            saving.wall.pop()
-            saving.own.pop()
-        quiet, again = Stretch(), Stretch()
-        for stretch in (quiet, again):
-            for _ in saving.wall:
-                self._timed(stretch)
-        alone, copy = self._without_training()
-        return Turn(saving, quiet, again, ended[0], alone, copy, _peak_memory())
+            stretch.wall.pop()
+            stretch.own.pop()
+        return ended[0]
 
     def _iterate(self, checkpoint: Path | None = None) -> tuple[SavedCheckpoint, ...]:
         self._iteration += 1
@@ -207,27 +238,32 @@ def _peak_memory() -> int:
 def measure(
     rank: int, world_size: int, store: dist.Store, config: TrainerConfig, folder: Path, turns: int
 ) -> RankTurns:
-    """All that one rank measures."""
+    """The turns of one rank."""
     trainer = Trainer(config=config, rank=rank, store=store)
-    measuring = Rank(trainer, store, folder, world_size=world_size)
-    found = []
-    for _ in range(turns):
-        found.append(measuring.turn())
-        if rank == 0:
-            print(told(found[-1]), flush=True)
+    found = Rank(trainer, store, folder, world_size=world_size).turns(turns)
     trainer.close()
-    return RankTurns(measuring.own_peak_bytes, measuring.first_pause_seconds, found)
+    return found
+
+
+def measure_memory(
+    rank: int, world_size: int, store: dist.Store, config: TrainerConfig, folder: Path
+) -> tuple[int, int]:
+    """The peaks of one rank, as `Rank.peaks`."""
+    trainer = Trainer(config=config, rank=rank, store=store)
+    found = Rank(trainer, store, folder, world_size=world_size).peaks()
+    trainer.close()
+    return found
 
 
 def told(turn: Turn) -> str:
     """A turn's iterations in a line."""
     means = {
-        name: [statistics.mean(getattr(stretch, name)) for stretch in (turn.saving, turn.quiet, turn.again)]
+        name: [statistics.mean(getattr(stretch, name)) for stretch in (turn.before, turn.saving, turn.after)]
         for name in ("own", "wall")
     }
     own, wall = (", ".join(f"{mean:.3f}" for mean in means[name]) for name in ("own", "wall"))
     return (
-        f"{len(turn.saving.wall)} iterations while saving, without and again: {own} s (by the clock {wall} s)"
+        f"before, {len(turn.saving.wall)} iterations while saving, and after: {own} s (by the clock {wall} s)"
     )
 
 
@@ -242,29 +278,32 @@ def figures(by_rank: Sequence[RankTurns]) -> dict[str, Any]:
     turns = by_rank[0].turns
     beside = [turn.beside for turn in turns if turn.beside is not None]
     assert len(beside) == len(turns), "rank 0 hears of every save"
-    slower, wall_slower = zip(*(turn.saving.over(turn.quiet) for turn in turns), strict=True)
-    size = turns[-1].alone.bytes
-    rates = [turn.alone.bytes / turn.alone.seconds for turn in turns]
-    copies = [turn.copy.bytes / turn.copy.seconds for turn in turns]
+    slower, wall_slower = zip(*(turn.slowdown() for turn in turns), strict=True)
     return {
-        "checkpoint_bytes": size,
         "iterations_while_saving": sum(len(turn.saving.wall) for turn in turns),
-        "iteration_seconds": _median([statistics.mean(turn.quiet.own) for turn in turns]),
+        "iteration_seconds": _median([one for turn in turns for one in turn.before.own + turn.after.own]),
         "slowdown": _median(slower),
         "slowdown_interval": interval(slower),
-        "control": _median([turn.again.over(turn.quiet)[0] for turn in turns]),
+        "control": _median([turn.after.over(turn.before)[0] for turn in turns]),
         "wall_slowdown": _median(wall_slower),
+        "wall_slowdown_interval": interval(wall_slower),
         "copy_pause_seconds": _median([saved.pause_seconds for saved in beside]),
         "first_copy_pause_seconds": by_rank[0].first_pause_seconds,
         "save_seconds": _median([saved.seconds for saved in beside]),
+    } | compared_figures(by_rank[0].compared)
+
+
+def compared_figures(compared: Sequence[tuple[Cost, Cost]]) -> dict[str, Any]:
+    """Of saves with no training beside them, and of plain copies."""
+    rates = [alone.bytes / alone.seconds for alone, _ in compared]
+    copies = [copy.bytes / copy.seconds for _, copy in compared]
+    return {
+        "checkpoint_bytes": compared[-1][0].bytes,
         "bytes_per_second": _median(rates),
         "plain_copy_bytes_per_second": _median(copies),
         "of_plain_copy": _median([rate / copy for rate, copy in zip(rates, copies, strict=True)]),
-        "save_cpu_seconds": _median([turn.alone.cpu_seconds for turn in turns]),
-        "plain_copy_cpu_seconds": _median([turn.copy.cpu_seconds for turn in turns]),
-        "peak_memory_shards": max(
-            (rank.turns[-1].peak_bytes - rank.own_peak_bytes) / (size / len(by_rank)) for rank in by_rank
-        ),
+        "save_cpu_seconds": _median([alone.cpu_seconds for alone, _ in compared]),
+        "plain_copy_cpu_seconds": _median([copy.cpu_seconds for _, copy in compared]),
     }
 
 
@@ -289,7 +328,11 @@ def main() -> None:
             keep_checkpoints=1,
         )
         by_rank = run_ranks(measure, options.ranks, config, Path(made, "checkpoints"), options.turns)
+        os.environ.update(MMAP_THRESHOLD)
+        peaks = run_ranks(measure_memory, options.ranks, config, Path(made, "again"))
     found = figures(by_rank)
+    shard = found["checkpoint_bytes"] / options.ranks
+    found["peak_memory_shards"] = max(peak - own for own, peak in peaks) / shard
     rounded = {
         name: [round(one, 4) for one in value] if isinstance(value, tuple) else round(value, 4)
         for name, value in found.items()

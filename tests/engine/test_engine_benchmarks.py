@@ -63,5 +63,6 @@ def test_saves_are_measured_beside_training_and_a_plain_copy(tmp_path: Path, ran
     assert result["iterations_while_saving"] >= 2
     assert result["slowdown_interval"][0] <= result["slowdown"] <= result["slowdown_interval"][1]
     assert 0 < result["copy_pause_seconds"] < result["save_seconds"]
+    assert result["peak_memory_shards"] >= 0
     assert result["of_plain_copy"] > 0 and result["plain_copy_bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
