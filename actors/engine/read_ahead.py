@@ -43,10 +43,10 @@ class _Ready:
 class ReadAhead:
     """What `ReplicaBatches` gives, in the order of micro-batches and iterations, made by a thread.
 
-    The thread begins with the first iteration that is asked for, and anew with any that does not follow. What it makes
-    depends on the iteration alone, so that nothing of it belongs to a checkpoint. An error of reading is raised where
-    the micro-batch that it spoilt is asked for, and again for all that follow. Micro-batches of an iteration are asked
-    for in their order.
+    The thread begins with what `begin` or the first request names, and anew with any that does not follow. What it
+    makes depends on the iteration alone, so that nothing of it belongs to a checkpoint. An error of reading is raised
+    where the micro-batch that it spoilt is asked for, and again for all that follow. Micro-batches of an iteration are
+    asked for in their order.
 
     Args:
         micro_batches: how many the rank's pipeline has in an iteration.
@@ -61,8 +61,19 @@ class ReadAhead:
         self._reads_tokens, self._hand_over = reads_tokens, HandOver(device)
         self._reader: Reader[_Ready] | None = None
         self._current: _Ready | None = None
+        # Iteration and index of what the thread hands out next.
+        self._next = (0, 0)
         self.waited_seconds = 0.0
         """Wall seconds for which callers waited for the thread, so far."""
+
+    def begin(self, iteration: int) -> None:
+        """Let the thread make an iteration before it is asked for."""
+        self.close()
+        most = most_ready(
+            micro_batches=self._micro_batches, micro_batch_bytes=self._batches.micro_batch_bytes
+        )
+        self._reader = Reader(self._made(iteration), most=most)
+        self._next = (iteration, 0)
 
     def counted(self, iteration: int) -> int:
         """How many labels of the iteration's global batch count. Asked for before the iteration's micro-batches."""
@@ -91,24 +102,18 @@ class ReadAhead:
 
     def _ready(self, iteration: int, index: int) -> _Ready:
         while self._current is None or (self._current.iteration, self._current.index) != (iteration, index):
-            if self._reader is None or not self._follows(iteration, index):
+            if self._reader is None or (iteration, index) != self._next:
                 assert index == 0, "an iteration's micro-batches are asked for in their order"
-                self.close()
-                most = most_ready(
-                    micro_batches=self._micro_batches, micro_batch_bytes=self._batches.micro_batch_bytes
-                )
-                self._reader = Reader(self._made(iteration), most=most)
+                self.begin(iteration)
+            assert self._reader is not None
             self._current, waited = self._reader.take()
+            self._next = self._following(self._current)
             self.waited_seconds += waited
         return self._current
 
-    def _follows(self, iteration: int, index: int) -> bool:
-        """Whether the thread's next micro-batch is the one that is asked for."""
-        if self._current is None:
-            return False
-        last = self._current.index == self._micro_batches - 1
-        following = (self._current.iteration + last, 0 if last else self._current.index + 1)
-        return (iteration, index) == following
+    def _following(self, ready: _Ready) -> tuple[int, int]:
+        last = ready.index == self._micro_batches - 1
+        return (ready.iteration + last, 0 if last else ready.index + 1)
 
     def _made(self, first: int) -> Iterator[_Ready]:
         self._hand_over.begin()

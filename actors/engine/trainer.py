@@ -122,8 +122,9 @@ class Trainer:
                 keep=config.keep_checkpoints,
                 keep_best=config.keep_best_checkpoints,
             )
-            if config.resume_from is not None:
-                self._state.load(config.resume_from)
+            done = 0 if config.resume_from is None else self._state.load(config.resume_from)
+            # While the other ranks still come up.
+            self._batches.begin(done + 1)
         except BaseException:
             self._groups.close()
             raise

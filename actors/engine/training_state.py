@@ -85,8 +85,9 @@ class TrainingState:
         """Wait for the save under way, then as `poll`."""
         return self._writer.finish()
 
-    def load(self, path: StoragePath) -> None:
-        """Take over a checkpoint's state. UserError if it is of another training, or cannot be read."""
+    def load(self, path: StoragePath) -> int:
+        """Take over a checkpoint's state; the iteration after which it was saved. UserError if it is of another
+        training, or cannot be read."""
         manifest = read_manifest(path)
         check_continues(
             manifest, model=self._plan.model, training=self._training, data=self._data, source=path
@@ -97,6 +98,7 @@ class TrainingState:
         self._loss_scale.restore(progress.loss_scale, finite=progress.finite_iterations)
         for state in self._optimizer.states():
             state.step.fill_(float(progress.updates))
+        return progress.iteration
 
     def _slices(self) -> list[StateSlice]:
         owned = owned_parameters(self._plan, self._rank)
