@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -26,10 +27,11 @@ from eth_service.store import Store
 log = structlog.get_logger(__name__)
 
 
-def create_app(settings: Settings, backend: Backend) -> FastAPI:
+def create_app(settings: Settings, backend: Backend, *, hurry: threading.Event | None = None) -> FastAPI:
     """The service over one database and one cluster. Its lifespan runs the monitor.
 
-    With an embedded cluster the end of the lifespan stops the jobs that run on it.
+    With an embedded cluster the end of the lifespan stops the jobs that run on it, and waits for their ends until
+    `hurry` is set.
     """
     store = Store(settings.database)
     monitor = Monitor(settings=settings, store=store, backend=backend)
@@ -38,7 +40,7 @@ def create_app(settings: Settings, backend: Backend) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         monitor.start()
         yield
-        await run_in_threadpool(_end, settings, store, monitor)
+        await run_in_threadpool(_end, settings, store, monitor, hurry or threading.Event())
 
     app = FastAPI(
         title="ETH service",
@@ -72,20 +74,22 @@ def refuse_foreign_origin(request: Request) -> None:
         )
 
 
-def _end(settings: Settings, store: Store, monitor: Monitor) -> None:
+def _end(settings: Settings, store: Store, monitor: Monitor, hurry: threading.Event) -> None:
     monitor.close()
     active = monitor.active()
     if settings.embedded:
         most = stop_seconds()
         for job in active:
             log.info(
-                "stopping a job with the embedded Ray: it may save its state first",
+                "stopping a job with the embedded Ray: it may save its state first (Ctrl-C again: at once)",
                 job=job.id,
                 name=job.name,
                 most_seconds=most,
             )
         monitor.stop_active(
-            reason="the service was stopped, and its embedded Ray with it", timeout_seconds=most
+            reason="the service was stopped, and its embedded Ray with it",
+            timeout_seconds=most,
+            hurry=hurry,
         )
     else:
         for job in active:

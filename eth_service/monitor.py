@@ -65,18 +65,20 @@ class Monitor:
         self._wake.set()
         self._thread.join()
 
-    def stop_active(self, *, reason: str, timeout_seconds: float) -> None:
-        """Stop every active job of this cluster and wait for the ends. Call it after `close`.
+    def stop_active(
+        self, *, reason: str, timeout_seconds: float, hurry: threading.Event | None = None
+    ) -> None:
+        """Stop every active job of this cluster and wait for the ends, or until `hurry` is set. Call it after `close`.
 
         What has not ended by then is written down as stopped: the caller is about to end the cluster itself.
         """
-        deadline = time.monotonic() + timeout_seconds
-        while (jobs := self.active()) and time.monotonic() < deadline:
+        deadline, hurry = time.monotonic() + timeout_seconds, hurry or threading.Event()
+        while (jobs := self.active()) and time.monotonic() < deadline and not hurry.is_set():
             for job in jobs:
                 self._store.ask_to_stop(job, reason=reason)
             for job in self.active():
                 self._follow(job)
-            time.sleep(min(0.3, self._settings.poll_seconds))
+            hurry.wait(min(0.3, self._settings.poll_seconds))
         for job in self.active():
             self._move(job, JobState.STOPPED, reason=f"{reason}; its driver did not end in time")
 

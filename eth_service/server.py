@@ -7,6 +7,8 @@ import logging
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
@@ -19,6 +21,9 @@ from eth_service.embedded_ray import embedded_ray
 from eth_service.ray_jobs import RayJobs
 from eth_service.settings import Settings
 from planner.errors import UserError
+
+# One Ctrl-C may come twice, from the terminal and from a program between.
+_DOUBLE_SECONDS = 1.0
 
 
 def run_server(settings: Settings, *, host: str, port: int) -> None:
@@ -35,13 +40,15 @@ def run_server(settings: Settings, *, host: str, port: int) -> None:
             address = stack.enter_context(embedded_ray())
         else:
             address = settings.cluster
-        server = uvicorn.Server(
+        hurry = threading.Event()
+        server = Server(
             uvicorn.Config(
-                create_app(settings, RayJobs(address)),
+                create_app(settings, RayJobs(address), hurry=hurry),
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=3,
-            )
+            ),
+            hurry=hurry,
         )
         _say(f"serving on http://{_shown(host)}:{listener.getsockname()[1]} (Ctrl-C ends it)")
         with _signals_left_to_uvicorn():
@@ -49,6 +56,22 @@ def run_server(settings: Settings, *, host: str, port: int) -> None:
         if settings.embedded:
             _say("stopping Ray")
     _say("stopped")
+
+
+class Server(uvicorn.Server):
+    """Ends in order at the first signal; a second one sets `hurry`, for who waits for jobs meanwhile."""
+
+    def __init__(self, config: uvicorn.Config, *, hurry: threading.Event) -> None:
+        super().__init__(config)
+        self._hurry = hurry
+        self._asked_at = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self._asked_at = time.monotonic()
+        elif time.monotonic() - self._asked_at > _DOUBLE_SECONDS:
+            self._hurry.set()
+        super().handle_exit(sig, frame)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import uvicorn
 import yaml
 
 from actors.job import parse_job
 from eth_service import embedded_ray
+from eth_service.app import create_app
 from eth_service.backend import AttemptStatus
 from eth_service.monitor import Monitor, output_path
+from eth_service.server import Server
 from eth_service.settings import (
     DRIVER_STOP_SECONDS,
     DRIVER_STOP_VARIABLE,
@@ -358,6 +363,31 @@ def test_a_service_that_ends_gives_its_jobs_the_time_that_its_ray_does(
     assert read(store, job).state is JobState.STOPPED
     assert read(store, job).reason.endswith(reason)
     assert f"most_seconds={ray_waits + 5.0}" in capsys.readouterr().out
+
+
+def test_a_second_signal_ends_the_wait_for_jobs(
+    settings: Settings,
+    store: Store,
+    monitor: Monitor,
+    cluster: ClusterDouble,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hurry = threading.Event()
+    server = Server(uvicorn.Config(create_app(settings, cluster)), hurry=hurry)
+    for _ in range(2):  # one Ctrl-C that came twice
+        server.handle_exit(signal.SIGINT, None)
+        assert server.should_exit and not hurry.is_set()
+    job, submission = begun(store, monitor)
+    cluster.set(submission, AttemptStatus.RUNNING)
+    waiting = threading.Thread(
+        target=monitor.stop_active, kwargs={"reason": "ended", "timeout_seconds": 600, "hurry": hurry}
+    )
+    waiting.start()
+    wait_for(lambda: submission in cluster.stops, what="the job to be asked to stop")
+    monkeypatch.setattr("eth_service.server._DOUBLE_SECONDS", 0.0)
+    server.handle_exit(signal.SIGINT, None)
+    waiting.join(30)
+    assert not waiting.is_alive() and read(store, job).reason == "ended; its driver did not end in time"
 
 
 def test_an_embedded_ray_and_its_service_wait_alike(monkeypatch: pytest.MonkeyPatch) -> None:
