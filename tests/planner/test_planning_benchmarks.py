@@ -23,6 +23,19 @@ def test_table_2_shows_plan_bound_and_peers() -> None:
 
 
 @pytest.mark.slow
+def test_each_relaxation_of_the_bound_is_tightened_in_turn() -> None:
+    shown, result = run("bound_gap.py", "--models", "gpt3-350m", "--clusters", "B2/B4")
+    (row,) = result["rows"]
+    bounds = {one["tightened"]: one["bound_seconds"] for one in row["bounds"]}
+    assert {"nothing", "receiving", "stages of one type", "whole layers", "all"} <= bounds.keys()
+    # Cells are rounded down apart, so less relaxed is not below by more than that.
+    assert all(bounds["nothing"] * 0.997 <= bound <= row["iteration_seconds"] for bound in bounds.values())
+    assert bounds["all"] > bounds["nothing"]
+    assert 0 < row["fractions_seconds"] <= row["whole_seconds"] * 1.003
+    assert f"{row['iteration_seconds']:.3f} s" in shown and "all" in shown
+
+
+@pytest.mark.slow
 def test_growth_is_plotted_in_characters() -> None:
     shown, result = run("planner_growth.py", "--model", "gpt3-350m", "--devices", "24")
     assert [row["devices"] for row in result["rows"]] == [24]

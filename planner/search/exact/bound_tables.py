@@ -19,8 +19,10 @@ from planner.search.exact.surroundings import Surroundings
 from planner.search.exact.zero import Zero
 
 
-def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Iterator[StageTable]:
-    """The usable tables, by micro-batch size: stages of one type exactly, covers for all others.
+def bound_tables(
+    makers: Sequence[TableMaker], *, sizes: Sequence[int], one_type: bool = False
+) -> Iterator[StageTable]:
+    """The usable tables, by micro-batch size: stages of one type exactly, covers for all others (unless `one_type`).
 
     Each maker has another ZeRO stage, or cuts activations by position: a stage may be as under any of them.
     """
@@ -33,7 +35,7 @@ def bound_tables(makers: Sequence[TableMaker], *, sizes: Sequence[int]) -> Itera
         replays.prepare(replicas, [maker.zero for maker in alike])
     for size, choices in by_size.items():
         table = without_dominated(joined([maker.table(choices, micro_batch_size=size) for maker in makers]))
-        covers = find_covers(makers[0].cost, makers[0].pool, micro_batch_size=size)
+        covers = [] if one_type else find_covers(makers[0].cost, makers[0].pool, micro_batch_size=size)
         if covers:
             table = _with_covers(table, covers, makers, max(sizes))
         if table.usable:
@@ -99,7 +101,9 @@ class _Replay:
 
     def __init__(self, makers: Sequence[TableMaker], size: int) -> None:
         self._makers, self._size = makers, size
-        self._zeros = [Zero(maker.zero.stage, pipelines=2, most=True) for maker in makers]
+        self._zeros = [
+            Zero(maker.zero.stage, pipelines=2, most=True, limit=maker.zero.limit) for maker in makers
+        ]
         self._fitting: dict[tuple[int, tuple[tuple[int, int], ...], Role], list[npt.NDArray[np.bool_]]] = {}
 
     def prepare(self, covers: Sequence[Cover]) -> None:

@@ -22,7 +22,8 @@ from planner.search.exact.pool import Pool, every_pool
 from planner.search.exact.prices import DevicePrices
 from planner.search.exact.solve import ExactSolver, Solution
 from planner.search.exact.stage_table import StageTable
-from planner.search.exact.surroundings import Least
+from planner.search.exact.surroundings import Expected, Least
+from planner.search.exact.tightened import ALL_RELAXED, PartlyExpected, Tightened
 from planner.search.exact.zero import Zero
 from planner.search.shortlist import Offer, ignore
 
@@ -108,9 +109,16 @@ def bound_of(solver: ExactSolver, solution: Solution | None, plan: Plan) -> Pred
 
 
 def bound_seconds(
-    solver: ExactSolver, pool: Pool, prices: Callable[[int], DevicePrices], *, upper: float
+    solver: ExactSolver,
+    pool: Pool,
+    prices: Callable[[int], DevicePrices],
+    *,
+    upper: float,
+    tightened: Tightened = ALL_RELAXED,
 ) -> float:
     """At most `upper`: no plan of the solver's request with its micro-batch sizes takes less.
+
+    Unless `tightened`: then only no plan of the kind that it describes.
 
     `pool` is that of `every_pool`; any `prices` will do, bad ones bound badly. Where the request allows sequence
     parallelism, every choice of a stage stands in the tables twice, with activations whole and cut by position: what
@@ -119,7 +127,14 @@ def bound_seconds(
     request = solver.request
     least = Least(request.cluster, pool, solver.cost.row_bytes, solver.cost.profile.least_all_reduce_rate())
     most_stages = min(request.model.layers + 2, pool.devices)
-    replays = solver.replays(pool, max_stages=most_stages, relaxed=True)
+    surroundings = PartlyExpected(
+        least,
+        Expected(request.cluster, pool, solver.cost.row_bytes),
+        gradients=tightened.gradients,
+        receiving=tightened.receiving,
+    )
+    stages = solver.zero_stages() if tightened.zero_stage is None else [tightened.zero_stage]
+    replays = solver.replays(pool, max_stages=most_stages, relaxed=not tightened.whole_layers)
     ways = [(False, replays)]
     if request.sequence_parallel:
         ways.append((True, replays.cut_by_position()))
@@ -130,18 +145,19 @@ def bound_seconds(
                 solver.cost,
                 solver.figures,
                 pool,
-                least,
+                surroundings,
                 replays,
-                Zero(stage, request.zero_scope, pipelines, most=True),
+                Zero(stage, request.zero_scope, pipelines, most=True, limit=tightened.most_ways),
                 cut,
             )
-            for stage in solver.zero_stages()
+            for stage in stages
             for cut, replays in ways
         ]
         found = []
-        for table in bound_tables(makers, sizes=solver.sizes):
+        holders = max(pipelines, tightened.pipelines) if pipelines > 1 else 1
+        for table in bound_tables(makers, sizes=solver.sizes, one_type=tightened.one_type):
             solver.tick()
-            found.append(table.for_pipelines(least, pipelines))
+            found.append(table.for_pipelines(surroundings, holders))
         return found
 
     return lower_bound(tables, solver.budget(pool), prices, upper=upper, tick=solver.tick)

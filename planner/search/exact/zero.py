@@ -3,6 +3,7 @@ pipelines are known."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from planner.cost.zero import search_zero_ways
@@ -24,12 +25,14 @@ class Zero:
         scope: `all` shares over the holders in all pipelines, `pipeline` over the replicas of a stage.
         pipelines: how many there are at least.
         most: take the most ways that any plan could have, for bounds; else the fewest.
+        limit: but no more ways than so many.
     """
 
     stage: int = 0
     scope: str = "all"
     pipelines: int = 1
     most: bool = False
+    limit: float = math.inf
 
     def ways(self, model: ModelSpec, *, tp: int, dp: int, micro_batch_size: int, role: Role) -> float:
         """Over how many devices a stage's optimizer state is shared."""
@@ -40,8 +43,9 @@ class Zero:
                 zero_stage=self.stage, zero_scope=self.scope, pipelines=self.pipelines, dp=dp
             )
         if self.pipelines > 1:
-            return _ANY
-        return _most_ways_alone(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
+            return min(_ANY, self.limit)
+        ways = _most_ways_alone(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
+        return min(ways, self.limit)
 
     def gradient_bytes_per_value(self, dtypes: Dtypes, *, dp: int) -> float:
         """Bytes that count as one all-reduce over all holders: reducing and, from ZeRO-1 on, gathering halves.

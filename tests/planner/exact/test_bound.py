@@ -21,6 +21,7 @@ from planner.search.exact import strategy
 from planner.search.exact.pool import Pool, every_pool
 from planner.search.exact.prices import DevicePrices
 from planner.search.exact.solve import ExactSolver
+from planner.search.exact.tightened import ALL_RELAXED, Tightened
 from planner.simulate import simulate
 from tests.planner.brute_force import every_plan
 from tests.planner.exact.jobs import make_request, random_plans
@@ -143,6 +144,30 @@ def test_collectives_measured_faster_than_the_links_are_below_no_bound(
     assert plan is not None
     best = Oracle(request, profile, sizes=[1, 2]).best_below(plan.seconds).plan or plan.plan
     check_bound(request, profile, [1, 2], [best], random.Random(1))
+
+
+def test_a_tightened_bound_holds_for_its_own_kind_of_plans() -> None:
+    """Switches that are exact: no mixed stage, no more ways, one ZeRO stage. Plans without them are above."""
+    request = make_request(2, SMALL[0], batch=6, layers=2, recompute=False, zero_stages=(0, 1))
+    profile = RandomProfile(2, request.model, spread=2.0)
+    solver = ExactSolver(request, profile=profile, micro_batch_sizes=[1, 2])
+    solution = solver.solve()
+    assert solution is not None
+    pool = every_pool(request.cluster, request.model)
+    plans = random_plans(request, random.Random(2), sizes=[1, 2], tries=300)
+    alike = [plan for plan in plans if plan.zero_stage == 0 and not _mixes_types(plan)]
+    best = min(price_plan(plan, profile=profile).iteration_seconds for plan in alike)
+    bounds = [
+        strategy.bound_seconds(solver, pool, solution.prices_for(pool), upper=2 * best, tightened=tightened)
+        for tightened in (ALL_RELAXED, Tightened(one_type=True, most_ways=1.0, zero_stage=0))
+    ]
+    assert bounds[0] <= bounds[1] * (1 + 3e-3) and bounds[1] <= best * (1 + 1e-9)
+
+
+def _mixes_types(plan: Plan) -> bool:
+    types = plan.cluster.device_by_id
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    return any(len({types[name].type for name in stage.devices}) > 1 for stage in stages)
 
 
 @pytest.mark.parametrize("seed", range(6))
