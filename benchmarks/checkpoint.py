@@ -15,7 +15,8 @@ Ranks of the host's processor train one model. Three comparisons:
 `slowdown` is of the seconds in which the training thread ran, or stood still for anything but a processor: for a lock,
 for the interpreter, for memory. The kernel tells how long it was ready to run and had to wait for a core
 (`/proc/self/task/*/schedstat`); that is left out, since on a host whose cores are all busy it says only what else ran
-there. `wall_slowdown` includes it. Medians over the turns. One JSON line last.
+there. `wall_slowdown` includes it. With several ranks only the latter says something on a busy host: a rank stands
+still for another that waits for a core. Medians over the turns. One JSON line last.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from paired_runs import Shape, host_plan, interval, made_up_tokens, training_of
 from rank_processes import meet, run_ranks
 
-from actors.checkpoints import checkpoint_path
+from actors.checkpoints import checkpoint_path, latest
 from actors.engine.checkpoint import SavedCheckpoint, give_way
 from actors.engine.trainer import Trainer, TrainerConfig
 from planner.plan import Plan
@@ -134,12 +135,15 @@ class Rank:
                 compared.append(self._without_training())
         return RankTurns(pause, found, compared)
 
-    def peaks(self) -> tuple[int, int]:
-        """The most resident bytes that the process has had: before its first save, and after some."""
+    def memory(self) -> float:
+        """How much higher the peak of resident memory is after some saves than before the first, in parts of what this
+        rank saves."""
         own = _peak_memory()
         for _ in range(REMEMBERED_SAVES):
             self._saving(Stretch())
-        return own, _peak_memory()
+        grown = _peak_memory() - own
+        file = latest(self._folder).path / f"__{self._trainer.place.rank}_0.distcp"
+        return grown / Path(str(file)).stat().st_size
 
     def _turn(self) -> Turn:
         before, saving, after = Stretch(), Stretch(), Stretch()
@@ -247,10 +251,10 @@ def measure(
 
 def measure_memory(
     rank: int, world_size: int, store: dist.Store, config: TrainerConfig, folder: Path
-) -> tuple[int, int]:
-    """The peaks of one rank, as `Rank.peaks`."""
+) -> float:
+    """Of one rank, as `Rank.memory`."""
     trainer = Trainer(config=config, rank=rank, store=store)
-    found = Rank(trainer, store, folder, world_size=world_size).peaks()
+    found = Rank(trainer, store, folder, world_size=world_size).memory()
     trainer.close()
     return found
 
@@ -268,13 +272,13 @@ def told(turn: Turn) -> str:
 
 
 def plan_of(shape: Shape, ranks: int) -> Plan:
-    """A pipeline of one device a rank, each with its shard of the optimizer state."""
+    """Pipelines of one device a rank, each with its shard of the optimizer state."""
     sharded = {"zero_stage": 1, "gradient_sync": "block"} if ranks > 1 else {}
     return Plan.model_validate(host_plan(shape, (((1, 1),),) * ranks).model_dump() | sharded)
 
 
 def figures(by_rank: Sequence[RankTurns]) -> dict[str, Any]:
-    """Medians over the turns; times are those of rank 0, memory that of the rank that needs the most."""
+    """Medians over the turns of rank 0."""
     turns = by_rank[0].turns
     beside = [turn.beside for turn in turns if turn.beside is not None]
     assert len(beside) == len(turns), "rank 0 hears of every save"
@@ -329,10 +333,9 @@ def main() -> None:
         )
         by_rank = run_ranks(measure, options.ranks, config, Path(made, "checkpoints"), options.turns)
         os.environ.update(MMAP_THRESHOLD)
-        peaks = run_ranks(measure_memory, options.ranks, config, Path(made, "again"))
+        memory = run_ranks(measure_memory, options.ranks, config, Path(made, "again"))
     found = figures(by_rank)
-    shard = found["checkpoint_bytes"] / options.ranks
-    found["peak_memory_shards"] = max(peak - own for own, peak in peaks) / shard
+    found["peak_memory_shards"] = max(memory)
     rounded = {
         name: [round(one, 4) for one in value] if isinstance(value, tuple) else round(value, 4)
         for name, value in found.items()
