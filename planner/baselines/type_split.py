@@ -197,8 +197,7 @@ class _TypeSplit:
         if grid.devices > _MOST_DEVICES:
             return
         search = StageSearch(
-            cost=self.bench.cost,
-            memory=self.bench.memory,
+            models=self.bench.models,
             grid=grid,
             micro_batch_sizes=micro_batch_sizes(grid, samples),
             counts=SearchCounts(),

@@ -35,7 +35,11 @@ class DeviceGrid:
     @property
     def units(self) -> int:
         """Indivisible parts to hand out."""
-        return sum(count // step for node in self.nodes for count, step in zip(node, self.steps, strict=True))
+        return self.units_of(self.nodes)
+
+    def units_of(self, composition: Composition) -> int:
+        """Those of a pipeline."""
+        return sum(n // step for share in composition for n, step in zip(share, self.steps, strict=True))
 
     @property
     def devices(self) -> int:

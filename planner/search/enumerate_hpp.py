@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from planner.cost.memory import MemoryModel
+from planner.cost.models import CostModels
 from planner.cost.price import check_memory, price_plan
-from planner.cost.stages import StageCost
 from planner.errors import UserError
 from planner.local_batches import Pace, allocate, equal_shares
 from planner.plan import PipelinePlan, Plan
@@ -49,15 +48,16 @@ class Enumeration:
         profile: ProfileTable,
         progress: Callable[[str], None],
         savers: Savers = PLAIN,
+        models: CostModels | None = None,
     ) -> None:
+        """`models` are those of the request, if there are some already."""
         self._request = request
         self._savers = savers
         self._profile = profile
         self._progress = progress
         self._told = time.monotonic()
         self.counts = SearchCounts()
-        self._cost = StageCost.of_request(request, profile=profile)
-        self._memory = MemoryModel.of_request(request)
+        self._models = models or CostModels.of_request(request, profile=profile)
 
     def best(self) -> tuple[Plan, Layout] | None:
         """The cheapest plan over the first few layouts that fit, and its layout; None if nothing fits."""
@@ -112,8 +112,7 @@ class Enumeration:
     def _search(self, part: Slice, batch: int) -> Priced | None:
         return GridSearch(
             grid=part.grid,
-            cost=self._cost,
-            memory=self._memory,
+            models=self._models,
             global_batch_size=batch,
             equal_batches=self._request.equal_batches,
             price=lambda combination: self._price_of(combination, part, batch),
@@ -148,7 +147,7 @@ class Enumeration:
         )
 
     def _price(self, plan: Plan) -> float:
-        return price_plan(plan, profile=self._profile).iteration_seconds
+        return price_plan(plan, cost=self._models.cost).iteration_seconds
 
     def _slice_batches(self, layout: Layout) -> list[int]:
         """Samples a slice is planned for: its part of the cluster's matrix speed, at least one."""
@@ -187,6 +186,7 @@ def plan(
     """
     units = len(request.cluster.devices)
     found: list[tuple[float, int, Plan, dict[str, object]]] = []
+    models = CostModels.of_request(request, profile=profile)
     for index, savers in enumerate(
         settings(
             recompute=recompute,
@@ -195,11 +195,11 @@ def plan(
             most_pipelines=min(units, request.global_batch_size),
         )
     ):
-        run = Enumeration(request, profile=profile, progress=progress, savers=savers)
+        run = Enumeration(request, profile=profile, progress=progress, savers=savers, models=models)
         best = run.best()
         if best is not None:
             made, layout = best
-            seconds = price_plan(made, profile=profile).iteration_seconds
+            seconds = price_plan(made, cost=models.cost).iteration_seconds
             found.append((seconds, index, made, _statistics(run, layout)))
     if not found:
         raise cannot_fit(request, profile=profile)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from planner.cost.memory import MemoryModel
-from planner.cost.stages import StageCost
+from planner.cost.models import CostModels
 from planner.search.cache import PipelineCache
 from planner.search.choice import PipelineChoice, SearchCounts
 from planner.search.combine import Combination, combine, least_end_seconds
@@ -38,8 +37,7 @@ class GridSearch:
         self,
         *,
         grid: DeviceGrid,
-        cost: StageCost,
-        memory: MemoryModel,
+        models: CostModels,
         global_batch_size: int,
         equal_batches: bool,
         price: Callable[[Combination], float],
@@ -48,14 +46,12 @@ class GridSearch:
         savers: Savers = PLAIN,
     ) -> None:
         self._grid = grid
-        self._cost = cost
         self._batch = global_batch_size
         self._equal = equal_batches
         self._price = price
         self._counts = counts
         self._stages = StageSearch(
-            cost=cost,
-            memory=memory,
+            models=models,
             grid=grid,
             micro_batch_sizes=micro_batch_sizes(grid, global_batch_size),
             counts=counts,
@@ -69,7 +65,11 @@ class GridSearch:
 
     def run(self) -> Priced | None:
         """The best combination; None if no pipeline fits its devices."""
+        # Of larger ones there are not enough devices left for the other pipelines that are counted on.
+        most_units = self._grid.units + 1 - self._fewest_pipelines
         for composition in compositions(self._grid):
+            if self._grid.units_of(composition) > most_units:
+                continue
             self._first[composition] = self._cache.best(composition, self._likely_samples(composition))
         usable = {composition for composition, choices in self._first.items() if choices}
         if not usable:

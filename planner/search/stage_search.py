@@ -7,10 +7,10 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.memory import MemoryModel, StageLoad
-from planner.cost.recompute import RecomputeModel
+from planner.catalogue import DeviceType
+from planner.cost.memory import StageLoad
+from planner.cost.models import CostModels
 from planner.cost.stage_shape import StageShape
-from planner.cost.stages import StageCost
 from planner.search.after import AfterEstimate
 from planner.search.branch_and_bound import SizeSearch
 from planner.search.choice import PipelineChoice, Record, SearchCounts
@@ -38,8 +38,7 @@ class StageSearch:
     def __init__(
         self,
         *,
-        cost: StageCost,
-        memory: MemoryModel,
+        models: CostModels,
         grid: DeviceGrid,
         micro_batch_sizes: Sequence[int],
         counts: SearchCounts,
@@ -48,13 +47,14 @@ class StageSearch:
         savers: Savers = PLAIN,
     ) -> None:
         """`most_stages` ends the search of a pipeline at one micro-batch size early; None is complete."""
+        cost, memory = models.cost, models.memory
         self.cost = cost
         self.memory = memory
         self.grid = grid
         self.types = grid.types
         self.after = AfterEstimate(cost, grid, savers)
         self._savers = savers
-        self._recompute = RecomputeModel(cost, memory)
+        self._recompute = models.recompute
         self._sizes = tuple(sorted(micro_batch_sizes))
         self.layers = cost.model.layers
         self.counts = counts
@@ -62,6 +62,7 @@ class StageSearch:
         self.most_stages = most_stages
         self._layer_bytes = memory.layer_state_bytes(zero_stage=savers.zero_stage)
         self._tables: dict[tuple[object, ...], StageTable] = {}
+        self._scatters: dict[StageShape, list[float]] = {}
         self._caps: dict[tuple[object, ...], int] = {}
         self._options: dict[tuple[StageShare, int], list[StageOption]] = {}
         self._shares: dict[tuple[StageShare, StageShare], list[tuple[StageShare, StageShare]]] = {}
@@ -179,6 +180,9 @@ class StageSearch:
                 (option for option in options if option.tp == tp),
                 key=lambda option: self.table(option, embedding=False, head=False).seconds[1],
             )
+            if len(ordered) == 1:
+                kept += ordered
+                continue
             for option in ordered:
                 room = (
                     self.cap(option, embedding=False, head=False, in_flight=1),
@@ -205,12 +209,17 @@ class StageSearch:
             )
             if scattered:
                 shape = StageShape(option.tp, scattered, 0, embedding, head, zero_stage=2)
-                seconds = tuple(
-                    value + self.cost.scatter_seconds(replace(shape, layers=layers))
-                    for layers, value in enumerate(seconds)
-                )
+                seconds = tuple(a + b for a, b in zip(seconds, self._scattering(shape), strict=True))
             self._tables[key] = StageTable(len(self._tables), seconds)
         return self._tables[key]
+
+    def _scattering(self, shape: StageShape) -> list[float]:
+        """Seconds that ZeRO-2 scatters a micro-batch's gradients, by layers."""
+        if shape not in self._scatters:
+            self._scatters[shape] = [
+                self.cost.scatter_seconds(replace(shape, layers=layers)) for layers in range(self.layers + 1)
+            ]
+        return self._scatters[shape]
 
     def cap(self, option: StageOption, *, embedding: bool, head: bool, in_flight: int) -> int:
         """Most layers that fit on every device of the stage; -1 if its ends alone do not."""
@@ -218,7 +227,7 @@ class StageSearch:
         key = (option.tp, option.loads, option.recomputed, replicas, embedding, head, in_flight)
         if key not in self._caps:
             self._caps[key] = min(
-                self.memory.most_layers(
+                self._most_layers(
                     self._savers.loaded(
                         StageLoad(option.tp, rows, self.layers, embedding, head, in_flight), option
                     ),
@@ -227,6 +236,10 @@ class StageSearch:
                 for type_, rows in option.loads
             )
         return self._caps[key]
+
+    def _most_layers(self, load: StageLoad, device: DeviceType) -> int:
+        """Often all of the load's: seen before any other number is tried."""
+        return load.layers if self.memory.fits(load, device) else self.memory.most_layers(load, device)
 
     def receives(self, before: StageOption, behind: StageOption) -> tuple[float, float]:
         """Seconds of a boundary: of the stage behind in forward, of the one before in backward."""

@@ -11,6 +11,7 @@ from planner.profile.analytic import AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search import enumerate_hpp
+from planner.search.device_groups import DeviceGrid
 from planner.search.savers import Rungs, Savers, settings
 from tests.planner.brute_force import best_price
 from tests.planner.exact.random_profile import RandomProfile
@@ -55,6 +56,35 @@ def tight(seed: int, nodes: list[dict[str, int]], *, scale: float, layers: int =
             "zero_stages": (0, 1, 2),
         }
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pipelines_that_leave_too_few_devices_are_not_searched_and_nothing_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ZeRO counts on several pipelines, none of them holds the devices of the others."""
+    request = tight(seed, [{"fast": 2}, {"slow": 2}], scale=20.0)
+    profile = AnalyticProfile(request.model, request.cluster.device_types)
+
+    def runs() -> list[tuple[Plan | None, int]]:
+        found = []
+        for pipelines in (1, 2, 3, 4):
+            savers = Savers("all-or-none", 1, "all", pipelines)
+            run = enumerate_hpp.Enumeration(
+                request, profile=profile, progress=lambda message: None, savers=savers
+            )
+            best = run.best()
+            found.append((best[0] if best else None, run.counts.pipelines_searched))
+        return found
+
+    quick = runs()
+    # One device each are all that four pipelines of four devices can have.
+    searched = [count for _, count in quick]
+    assert searched == sorted(searched, reverse=True) and searched[-1] < searched[0]
+    monkeypatch.setattr(DeviceGrid, "units_of", lambda grid, composition: 0)
+    monkeypatch.setattr(DeviceGrid, "units", 4)
+    assert [plan for plan, _ in runs()] == [plan for plan, _ in quick]
+    assert any(plan is not None for plan, _ in quick)
 
 
 CASES = [
