@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.baselines.both_ways import better_of_both
 from planner.baselines.forms import pure
 from planner.baselines.memory_savers import Zero
 from planner.baselines.splits import Splitter
@@ -179,6 +180,31 @@ def test_every_strategy_cuts_where_it_pays_unless_that_is_forbidden() -> None:
         # None is quicker than the first, which is that of eth.
         assert rows[0].plan is not None
         assert iteration_seconds(rows[0].plan) <= iteration_seconds(row.plan) * (1 + 1e-9)
+
+
+def test_of_a_peer_s_plans_with_and_without_cuts_the_quicker_is_taken() -> None:
+    request = request_of("1x8:A100", batch=8, model=PRESETS["gpt3-13b"], bound=False, strategy="metis")
+    plans = {
+        cuts: find_plan(request.model_copy(update={"sequence_parallel": cuts})) for cuts in (True, False)
+    }
+    assert iteration_seconds(plans[True]) < iteration_seconds(plans[False])
+    fails: set[bool] = set()
+
+    def searched(one: PlanRequest) -> Plan:
+        if one.sequence_parallel in fails:
+            raise UserError(f"nothing fits, cuts {one.sequence_parallel}")
+        return plans[one.sequence_parallel]
+
+    assert better_of_both(request, searched) is plans[True]
+    plans = {True: plans[False], False: plans[True]}
+    assert better_of_both(request, searched) is plans[False]
+    assert better_of_both(request.model_copy(update={"sequence_parallel": False}), searched) is plans[False]
+    for failing in (True, False):
+        fails = {failing}
+        assert better_of_both(request, searched) is plans[not failing]
+    fails = {True, False}
+    with pytest.raises(UserError, match="nothing fits, cuts True"):
+        better_of_both(request, searched)
 
 
 @pytest.mark.parametrize("bandwidth", [2e10, 4e10])
