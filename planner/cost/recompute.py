@@ -7,7 +7,7 @@ the others on the one below. Backward replays what a layer gave up, so the price
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
 
@@ -42,6 +42,8 @@ class _Steps:
     revived: FloatArray
     """Bytes that its backward needs more (`RowBytes.layer_revived`)."""
     seconds: FloatArray
+    pieces: dict[int, list[tuple[FloatArray, FloatArray, FloatArray]]] = field(default_factory=dict)
+    """`_pieces` of the rungs by the most micro-batches in flight."""
 
 
 class RecomputeModel:
@@ -135,7 +137,7 @@ class RecomputeModel:
         around = [self._around_of(one, most_in_flight) for one in loads]
         room = Room(self._memory, around, loads, device, slack=1.0 if relaxed else 0.5)
         if relaxed:
-            table = _relaxed(room, steps.rungs, sizes.layer_saved, sizes.never_alive)
+            table = _relaxed(room, steps, sizes.layer_saved, sizes.never_alive)
         else:
             table = _whole(room, steps)
         table[:, 0] = np.inf
@@ -236,10 +238,12 @@ def _whole(room: Room, ladder: _Steps) -> FloatArray:
     return table
 
 
-def _relaxed(room: Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+def _relaxed(room: Room, ladder: _Steps, saved: float, not_alive: float) -> FloatArray:
     """Layers give up any part, at the price of the hull. The larger of two needs: that of layers of which nothing is
     alive again, and that where all but so many bytes of the last one is."""
-    return np.maximum(_relaxed_alike(room, rungs, saved), _relaxed_last(room, rungs, saved, not_alive))
+    return np.maximum(
+        _relaxed_alike(room, ladder.rungs, saved), _relaxed_last(room, ladder, saved, not_alive)
+    )
 
 
 def _relaxed_alike(room: Room, rungs: Sequence[Rung], saved: float) -> FloatArray:
@@ -258,13 +262,14 @@ def _relaxed_alike(room: Room, rungs: Sequence[Rung], saved: float) -> FloatArra
     return np.where(fits, seconds, np.inf)
 
 
-def _relaxed_last(room: Room, rungs: Sequence[Rung], saved: float, not_alive: float) -> FloatArray:
+def _relaxed_last(room: Room, ladder: _Steps, saved: float, not_alive: float) -> FloatArray:
     """What the last layer gives up counts once less, being alive again in its backward but for some bytes.
 
     Least (l - 1) h(x) + h(y) with p (l - 1) x + (p - 1) y >= need for p micro-batches in flight. The hull h is
     convex, so x and y take its pieces in the order of seconds for each byte that is needed: the least seconds are a
     convex function of the need, the highest of the lines through its pieces.
     """
+    rungs = ladder.rungs
     need = room.once * (room.layers * saved - room.layer) - not_alive
     # Nothing helps beyond full recomputation of all layers.
     full = np.maximum(room.once * room.layers - 1, 0) * rungs[-1].saved_bytes
@@ -273,7 +278,10 @@ def _relaxed_last(room: Room, rungs: Sequence[Rung], saved: float, not_alive: fl
     if len(rungs) > 1 and (fits & (need > 0)).any():
         need = np.where(fits, need, 0.0)
         others = np.maximum(room.layers - 1, 0)
-        for slope, each, once in _pieces(rungs, room.once):
+        most = len(room.once)
+        if most not in ladder.pieces:
+            ladder.pieces[most] = list(_pieces(rungs, room.once))
+        for slope, each, once in ladder.pieces[most]:
             np.maximum(seconds, need * slope + (others * each + once), out=seconds)
     return np.where(fits, seconds, np.inf)
 

@@ -258,10 +258,11 @@ class _Weights:
         seconds = ranked.seconds[:, None]
         weights = seconds * rate
         weights += (ranked.cost * self._scale)[:, None]
-        np.putmask(weights, seconds > high, np.inf)
+        beyond = seconds > high
         if limited:
-            np.putmask(weights, ranked.after[:, None] * (1 - 1e-9) > limit[:, None], np.inf)
-            np.putmask(weights, ranked.tail[:, None] * (1 - 1e-9) > most[:, None], np.inf)
+            beyond |= ranked.after[:, None] * (1 - 1e-9) > limit[:, None]
+            beyond |= ranked.tail[:, None] * (1 - 1e-9) > most[:, None]
+        np.putmask(weights, beyond, np.inf)
         found = np.full((len(rows), self._table.layers + 1), np.inf)
         weights.min(axis=0, initial=np.inf, out=found[:, :upto])
         return found
