@@ -216,13 +216,13 @@ class Priced:
 
 
 def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
-    """The best chains at prices in proportion to speed, and among few devices with each kind dearer in turn; may be
-    empty."""
+    """The best chains at prices in proportion to speed, and among few devices or several kinds with each kind dearer in
+    turn; may be empty."""
     pool = ChainPool()
     guess = first_prices(tables, budget)
-    # Of few devices not all chains that matter are near those prices.
-    few = sum(budget.counts) <= _FEW_DEVICES
-    for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)) if few else ())):
+    # There not all chains that matter are near those prices.
+    several = sum(budget.counts) <= _FEW_DEVICES or len(guess) > 2
+    for tilt in (np.ones(len(guess)), *(1 + 0.5 * np.eye(len(guess)) if several else ())):
         prices = DevicePrices(0.0, guess * tilt, 0.0, np.empty(0))
         limit = np.inf
         # The most promising first: what is far above its chains need not be known of the others.
