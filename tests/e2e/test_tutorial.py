@@ -24,7 +24,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -36,7 +36,7 @@ def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
 
     def run(command: list[str]) -> str:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
@@ -58,10 +58,16 @@ def test_what_the_tutorial_says_works(tmp_path: Path) -> None:
     assert read_job(tmp_path / "mine" / "job.yaml").model.layers == 4
     plan = read_plan(tmp_path / "run" / "plan.json")
     assert plan.cluster.counts == {"A100": 2, "RTX3090": 2}
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    shapes = {plan.cluster.device_by_id[stage.devices[0]].type: (stage.tp, stage.dp) for stage in stages}
-    assert len(stages) == 2 and shapes == {"A100": (1, 2), "RTX3090": (2, 1)}, "as the page says"
-    assert [bool(stage.recompute) for stage in stages if stage.tp == 2] == [True]
+    held = [
+        [
+            (plan.cluster.device_by_id[stage.devices[0]].type, stage.layers, bool(stage.recompute))
+            for stage in pipeline.stages
+        ]
+        for pipeline in plan.pipelines
+    ]
+    whole, halves = ("A100", (0, 4), False), [("RTX3090", (0, 2), True), ("RTX3090", (2, 4), True)]
+    assert sorted(held) == [[whole], [whole], halves], "as the page says"
+    assert all(stage.tp == stage.dp == 1 for pipeline in plan.pipelines for stage in pipeline.stages)
     found = rows(tmp_path / "run")
     assert len(found) == 200 and found[-1]["loss"] < 0.7 * found[0]["loss"]
     told = found[-1]["validation"]
