@@ -17,8 +17,8 @@ from planner.request import PlanRequest
 from planner.search.shortlist import Offer
 
 PEERS = ("metis", "hexiscale", "type-split", "uniform")
-# Beyond so many devices only the first two are looked at, and beyond so many none: their searches would take
-# longer than all the rest.
+# Beyond so many devices uniform is not looked at, and beyond so many none: their searches would take longer than all
+# the rest.
 _ALL_DEVICES, _MOST_DEVICES = 512, 1024
 
 
@@ -42,7 +42,7 @@ def peer_plans(
     if devices > _MOST_DEVICES:
         return []
     least, found = math.inf if upper is None else upper, []
-    for name in PEERS if devices <= _ALL_DEVICES else PEERS[:2]:
+    for name in PEERS if devices <= _ALL_DEVICES else PEERS[:3]:
         # Without a plan to beat all that matters is to find one.
         budget = None if upper is None else Budget.beside(devices, upper=least)
         try:
