@@ -6,11 +6,28 @@ What a stage may do changes which sketches are changed further, so the search ma
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from planner.cost.price import iteration_seconds
 from planner.errors import UserError
 from planner.plan import Plan
 from planner.request import PlanRequest
+
+_Rest = ParamSpec("_Rest")
+Search = Callable[Concatenate[PlanRequest, _Rest], Plan]
+
+
+def both_ways(search: Search[_Rest]) -> Search[_Rest]:
+    """The search made both ways where it has no `budget`: beside another search there is no time for that."""
+
+    @wraps(search)
+    def plan(request: PlanRequest, *rest: _Rest.args, **named: _Rest.kwargs) -> Plan:
+        if named.get("budget") is not None:
+            return search(request, *rest, **named)
+        return better_of_both(request, lambda one: search(one, *rest, **named))
+
+    return plan
 
 
 def better_of_both(request: PlanRequest, plan: Callable[[PlanRequest], Plan]) -> Plan:

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.baselines.bench import Bench, Budget
-from planner.baselines.both_ways import better_of_both
+from planner.baselines.both_ways import both_ways
 from planner.baselines.forms import Form, filled, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
 from planner.cost.models import CostModels
@@ -38,6 +38,7 @@ _LARGEST_MICRO_BATCH = 16
 _ROUNDS = 16
 
 
+@both_ways
 def plan(
     request: PlanRequest,
     *,
@@ -48,19 +49,6 @@ def plan(
     budget: Budget | None = None,
 ) -> Plan:
     """The best such pipelines. UserError if none fit."""
-    if budget is None:
-        return better_of_both(request, lambda one: _plan(one, profile, progress, models, offer, None))
-    return _plan(request, profile, progress, models, offer, budget)
-
-
-def _plan(
-    request: PlanRequest,
-    profile: ProfileTable,
-    progress: Callable[[str], None],
-    models: CostModels | None,
-    offer: Offer,
-    budget: Budget | None,
-) -> Plan:
     bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
     batch = request.global_batch_size
 

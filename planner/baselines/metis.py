@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.baselines.bench import Bench, Budget
-from planner.baselines.both_ways import better_of_both
+from planner.baselines.both_ways import both_ways
 from planner.baselines.forms import Form, balanced_mixes, filled, mixed, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
 from planner.cost.models import CostModels
@@ -37,6 +37,7 @@ _MOST_ROWS = 16
 _ROUNDS = 24
 
 
+@both_ways
 def plan(
     request: PlanRequest,
     *,
@@ -47,19 +48,6 @@ def plan(
     budget: Budget | None = None,
 ) -> Plan:
     """The best single pipeline. UserError if none fits."""
-    if budget is None:
-        return better_of_both(request, lambda one: _plan(one, profile, progress, models, offer, None))
-    return _plan(request, profile, progress, models, offer, budget)
-
-
-def _plan(
-    request: PlanRequest,
-    profile: ProfileTable,
-    progress: Callable[[str], None],
-    models: CostModels | None,
-    offer: Offer,
-    budget: Budget | None,
-) -> Plan:
     bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
     found = best_pipeline(bench, progress=progress)
     if found is None:
