@@ -16,6 +16,7 @@ from planner.baselines.memory_savers import Zero, ZeroStage, zero_order
 from planner.baselines.seats import seat
 from planner.baselines.sketch import Chain, Settled, Sketch
 from planner.baselines.splits import LayerPlan, Splitter
+from planner.baselines.stage_figures import SharedFigures
 from planner.cost.models import CostModels
 from planner.cost.plan_memory import check_memory
 from planner.cost.price import iteration_seconds, with_prediction
@@ -85,17 +86,18 @@ class Bench:
         request: PlanRequest,
         *,
         profile: ProfileTable,
-        models: CostModels | None = None,
+        figures: SharedFigures | None = None,
         types: Collection[str] | None = None,
         offer: Offer = ignore,
         budget: Budget | None = None,
     ) -> None:
-        """`models` are those of the request, if there are some already; `types` are those to use, None means all;
+        """`figures` are those of the request, if there are some already; `types` are those to use, None means all;
         `offer` is told of every plan that is priced."""
         self._offer = offer
         self.request = request
         self.profile = profile
-        self.models = models or CostModels.of_request(request, profile=profile)
+        self.figures = figures or SharedFigures(CostModels.of_request(request, profile=profile))
+        self.models = self.figures.models
         self.cost, self.memory = self.models.cost, self.models.memory
         self.layers = request.model.layers
         self.counts = {
@@ -103,13 +105,8 @@ class Bench:
         }
         self.budget = budget or Budget.for_devices(sum(self.counts.values()))
         self.settled_count = self.priced_count = self.seen_count = 0
-        self._splits = Splitter(
-            self.cost,
-            self.memory,
-            recompute=self.models.recompute if request.recompute else None,
-            by_position=request.sequence_parallel,
-            upper=self.budget.upper * _NEAR_UPPER,
-        )
+        self._of_stages = self.figures.of(request)
+        self._splits = Splitter(self._of_stages, upper=self.budget.upper * _NEAR_UPPER)
         zero_stages = zero_order(request)
         self.zero_stages = zero_stages if self.budget.changes else zero_stages[:1]
         self._after = After(request, self.profile)
@@ -124,7 +121,7 @@ class Bench:
 
     def layer_seconds(self, form: Form) -> float:
         """Seconds that one more layer of a micro-batch takes."""
-        return self._splits.layer_seconds(form)
+        return self._of_stages.layer_seconds(form)
 
     def micro_batch_sizes(self, most: int) -> list[int]:
         """Every small size, then powers of two and three times them; powers of two alone on a small budget."""
@@ -184,6 +181,8 @@ class Bench:
         size, splits = sketch.micro_batch_size, []
         counts = [-(-samples // size) for samples in expected]
         distinct = set(zip(sketch.pipelines, counts, strict=True))
+        if any(self._splits.is_hopeless(chain, count, layers) for chain, count in distinct):
+            return None
         if not all(self._splits.may_fit(chain, count, zero) for chain, count in distinct):
             return None
         seats = seat(self.request.cluster, sketch.pipelines, aligned=sketch.aligned)

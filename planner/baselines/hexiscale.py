@@ -24,7 +24,7 @@ from planner.baselines.bench import Bench, Budget
 from planner.baselines.both_ways import both_ways
 from planner.baselines.forms import Form, filled, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
-from planner.cost.models import CostModels
+from planner.baselines.stage_figures import SharedFigures
 from planner.local_batches import Pace, equal_shares
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -44,12 +44,12 @@ def plan(
     *,
     profile: ProfileTable,
     progress: Callable[[str], None],
-    models: CostModels | None = None,
+    figures: SharedFigures | None = None,
     offer: Offer = ignore,
     budget: Budget | None = None,
 ) -> Plan:
     """The best such pipelines. UserError if none fit."""
-    bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
+    bench = Bench(request, profile=profile, figures=figures, offer=offer, budget=budget)
     batch = request.global_batch_size
 
     def settle(sketch: Sketch) -> Settled | None:

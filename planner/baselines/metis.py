@@ -23,7 +23,7 @@ from planner.baselines.bench import Bench, Budget
 from planner.baselines.both_ways import both_ways
 from planner.baselines.forms import Form, balanced_mixes, filled, mixed, pure
 from planner.baselines.sketch import Chain, Settled, Sketch, replaced
-from planner.cost.models import CostModels
+from planner.baselines.stage_figures import SharedFigures
 from planner.local_batches import Pace
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -43,12 +43,12 @@ def plan(
     *,
     profile: ProfileTable,
     progress: Callable[[str], None],
-    models: CostModels | None = None,
+    figures: SharedFigures | None = None,
     offer: Offer = ignore,
     budget: Budget | None = None,
 ) -> Plan:
     """The best single pipeline. UserError if none fits."""
-    bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
+    bench = Bench(request, profile=profile, figures=figures, offer=offer, budget=budget)
     found = best_pipeline(bench, progress=progress)
     if found is None:
         raise bench.cannot_fit("one pipeline over all devices cannot hold it")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from planner.baselines import metis
 from planner.baselines.bench import Bench, Budget, plan_fits
 from planner.baselines.memory_savers import ZeroStage
+from planner.baselines.stage_figures import SharedFigures
 from planner.cluster import Node
-from planner.cost.models import CostModels
 from planner.cost.price import iteration_seconds, with_prediction
 from planner.local_batches import Pace, allocate, equal_shares
 from planner.plan import PipelinePlan, Plan
@@ -57,12 +57,12 @@ def plan(
     *,
     profile: ProfileTable,
     progress: Callable[[str], None],
-    models: CostModels | None = None,
+    figures: SharedFigures | None = None,
     offer: Offer = ignore,
     budget: Budget | None = None,
 ) -> Plan:
     """The best pipeline of every type that can hold the model. UserError if none can."""
-    bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
+    bench = Bench(request, profile=profile, figures=figures, offer=offer, budget=budget)
     best: Plan | None = None
     for stage in bench.zero_stages:
         # Further sharding only helps where memory binds.
@@ -184,7 +184,7 @@ class _TypeSplit:
         part = self._request.model_copy(update={"global_batch_size": samples})
         # What beats the plan to beat is seen when all types' pipelines stand together.
         budget = replace(self.bench.budget, upper=math.inf)
-        bench = Bench(part, profile=self._profile, models=self.bench.models, types=[type_], budget=budget)
+        bench = Bench(part, profile=self._profile, figures=self.bench.figures, types=[type_], budget=budget)
         found = metis.best_pipeline(bench, progress=self._progress)
         for name in ("seen_count", "settled_count", "priced_count"):
             setattr(self.bench, name, getattr(self.bench, name) + getattr(bench, name))

@@ -23,7 +23,7 @@ from planner.baselines.bench import Bench, Budget
 from planner.baselines.forms import Form, pure
 from planner.baselines.memory_savers import ZeroStage
 from planner.baselines.sketch import Chain, Settled, Sketch
-from planner.cost.models import CostModels
+from planner.baselines.stage_figures import SharedFigures
 from planner.local_batches import Pace
 from planner.plan import Plan
 from planner.profile.table import ProfileTable
@@ -42,12 +42,12 @@ def plan(
     *,
     profile: ProfileTable,
     progress: Callable[[str], None],
-    models: CostModels | None = None,
+    figures: SharedFigures | None = None,
     offer: Offer = ignore,
     budget: Budget | None = None,
 ) -> Plan:
     """The best rectangle. UserError if none fits."""
-    bench = Bench(request, profile=profile, models=models, offer=offer, budget=budget)
+    bench = Bench(request, profile=profile, figures=figures, offer=offer, budget=budget)
 
     def settle(zero_stage: ZeroStage, sketch: Sketch) -> Settled | None:
         shares = [request.global_batch_size // len(sketch.pipelines)] * len(sketch.pipelines)

@@ -36,11 +36,13 @@ def peer_plans(
     # The peers are built on the search: imported late.
     from planner.baselines import hexiscale, metis, type_split, uniform
     from planner.baselines.bench import Budget
+    from planner.baselines.stage_figures import SharedFigures
 
     modules = {"type-split": type_split, "metis": metis, "hexiscale": hexiscale, "uniform": uniform}
     devices = len(request.cluster.devices)
     if devices > _MOST_DEVICES:
         return []
+    figures = SharedFigures(models or CostModels.of_request(request, profile=profile))
     least, found = math.inf if upper is None else upper, []
     for name in PEERS if devices <= _ALL_DEVICES else PEERS[:3]:
         # Without a plan to beat all that matters is to find one.
@@ -49,7 +51,7 @@ def peer_plans(
             plan = modules[name].plan(
                 request.model_copy(update={"strategy": name}),
                 profile=profile,
-                models=models,
+                figures=figures,
                 progress=progress,
                 offer=offer,
                 budget=budget,

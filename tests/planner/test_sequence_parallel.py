@@ -10,6 +10,7 @@ from planner.baselines.both_ways import better_of_both
 from planner.baselines.forms import pure
 from planner.baselines.memory_savers import Zero
 from planner.baselines.splits import Splitter
+from planner.baselines.stage_figures import StageFigures
 from planner.cluster import Cluster, from_short_form
 from planner.compare import compare
 from planner.cost.memory import StageLoad
@@ -223,7 +224,7 @@ def test_a_peer_s_stage_is_cut_where_its_micro_batch_is_quicker_with_what_it_rec
     for gib in (24, 26, 27, 28, 29, 30, 31, 32, 34, 36, 40, 80):
         one = with_memory(request, gib * 2**30)
         models = CostModels.of_request(one, profile=profile)
-        splitter = Splitter(models.cost, models.memory, recompute=models.recompute, by_position=True)
+        splitter = Splitter(StageFigures(models, by_position=True))
         found = splitter.split(chain, devices, 8, [20, 20], zero)
         best = [
             min(
