@@ -22,8 +22,9 @@ _NONE = -10_000
 # Count vectors of a box: few if small units do, and at most so many.
 _FEW_CELLS, MOST_CHOSEN_CELLS = 700, 5_000
 _SMALL_UNIT = 4
-# Periods that are looked at together in search of the first that is long enough.
-_TRIED_PERIODS = 6
+# Periods that are looked at together in search of the first that is long enough: at least so few, and as many as make
+# so many numbers with the count vectors of a box.
+_FEW_PERIODS, _TRIED_CELLS = 6, 16_000
 Layers = npt.NDArray[np.signedinteger]
 
 
@@ -188,10 +189,10 @@ def _extend(
 def first_period(table: StageTable, box: Box, *, stages: int, periods: FloatArray) -> int | None:
     """Index of the first of the ascending `periods` at which so many stages on exactly the devices `box.size` hold
     the model; None if there is none."""
-    low, high = 0, len(periods)
+    low, high, most = 0, len(periods), max(_FEW_PERIODS, _TRIED_CELLS // box.cells)
     # Longer periods never hold less, so a few of those that are left at a time are enough.
     while low < high:
-        tried = np.unique(np.linspace(low, high - 1, min(_TRIED_PERIODS, high - low)).astype(int))
+        tried = np.unique(np.linspace(low, high - 1, min(most, high - low)).astype(int))
         enough = _most_layers(table, box, stages, periods[tried]) >= table.layers
         if not enough.any():
             low = int(tried[-1]) + 1

@@ -6,7 +6,6 @@ columns that the knapsack picks get their real chains, until it picks only such.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +13,18 @@ from functools import cached_property
 
 import numpy as np
 
-from planner.search.exact.chains import Chain, make_chain
-from planner.search.exact.columns import Box, first_period, fullest_chain, least_periods
+from planner.search.exact.chains import Chain
+from planner.search.exact.columns import Box, least_periods
 from planner.search.exact.envelope import BoolArray
 from planner.search.exact.knapsack import Knapsack
-from planner.search.exact.priced_chains import PricedChains
 from planner.search.exact.prices import Budget, DevicePrices, Intervals
-from planner.search.exact.role import Role, role_of
-from planner.search.exact.sequences import least_sum
 from planner.search.exact.settle import Settler
-from planner.search.exact.stage_table import FloatArray, IntArray, StageTable
+from planner.search.exact.shapes import Shape, chains_of, periods_of, shape_of
+from planner.search.exact.stage_table import FloatArray, IntArray
 
 # Shapes (micro-batch, number of stages) whose best chain ends this much later than the prices say are left
 # out.
 _SHAPE_SLACK = 1.12
-_PERIOD_RATIO = 1.01
-_MOST_PERIODS = 48
 _ITEMS = 150
 MAKING_ROUNDS, FEW_ROUNDS = 20, 5
 # Equal parts of the cluster that are tried.
@@ -39,31 +34,10 @@ _PART = 0.7
 # Shapes and count vectors of a single pipeline that are tried.
 _ALONE = 12
 _CLOSE = 1.001
-# Stages' seconds add up to a little less than as many periods.
-_FULL = 0.9
-# Up to so many states (count vectors x layers) the stages of a chain are found exactly.
-_EXACT_CELLS = 12_000
-
-
-@dataclass
-class Shape:
-    """Chains of one table with one number of stages, by cell of a box: least period, and a guess at the
-    fill."""
-
-    table: StageTable
-    stages: int
-    period: FloatArray
-    fill: FloatArray
-    ratio: float
-    """Between neighbours of the grid that the periods are from."""
-
-    def ends(self, samples: int) -> FloatArray:
-        """When a single pipeline ends so many samples, by cell; infinite where it cannot."""
-        rounds = -(-samples // self.table.micro_batch_size) - 1
-        found = np.full(len(self.period), np.inf)
-        can = np.isfinite(self.period)
-        found[can] = self.fill[can] + self.period[can] * rounds
-        return found
+# Between times that are tried in search of one at which some do, and how many are tried at most.
+_STEP, _MOST_TRIED = 1.01, 160
+# So near the end of a set of pipelines is known.
+_EXACT = 1.0001
 
 
 @dataclass
@@ -75,8 +49,9 @@ class Columns:
     shapes: list[Shape]
     settlers: Mapping[int, Settler]
     made: dict[int, list[Chain]] = field(default_factory=dict)
-    shapes_made: int = 2
-    """Shapes of a column whose chains are worked out, the most promising."""
+    thorough: bool = True
+    """Whether the chains of two shapes of a column are worked out, not just of the most promising, and for each also
+    one with less fill at a longer period."""
 
     @cached_property
     def _figures(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -94,11 +69,16 @@ class Columns:
             rounds = np.floor((seconds - fills[:, cells]) / periods[:, cells]) + 1
         return np.where(np.isfinite(periods[:, cells]), np.maximum(rounds, 0.0), 0.0) * sizes
 
-    def values(self, seconds: float) -> IntArray:
-        """Samples that each column's best chain ends within `seconds`: made ones exactly, others by guess."""
-        worth = self._samples_within(seconds, slice(None)).max(axis=0, initial=0.0)
-        for cell, chains in self.made.items():
-            worth[cell] = max((chain.pace.samples_within(seconds) for chain in chains), default=0)
+    def values(self, seconds: float, cells: IntArray | None = None) -> IntArray:
+        """Samples that the best chain of each of some columns, or all, ends within `seconds`: made ones exactly, others
+        by guess."""
+        worth = self._samples_within(seconds, slice(None) if cells is None else cells).max(
+            axis=0, initial=0.0
+        )
+        known = self.made.items() if cells is None else enumerate(map(self.made.get, cells.tolist()))
+        for place, chains in known:
+            if chains is not None:
+                worth[place] = max((chain.pace.samples_within(seconds) for chain in chains), default=0)
         found: IntArray = worth.astype(np.int64)
         return found
 
@@ -111,7 +91,7 @@ class Columns:
     def make(self, cell: int, seconds: float) -> None:
         """Work out the real chains of a column's most promising shapes."""
         worth = self._samples_within(seconds, np.array([cell]))[:, 0]
-        order = np.argsort(-worth, kind="stable")[: self.shapes_made]
+        order = np.argsort(-worth, kind="stable")[: 2 if self.thorough else 1]
         shapes = [self.shapes[index] for index in order if worth[index] > 0]
         self.made[cell] = [chain for shape in shapes for chain in self.chains(shape, cell, seconds)]
 
@@ -119,7 +99,9 @@ class Columns:
         """Real chains of a shape on the devices of a cell, for as many samples as they end within `seconds`."""
         vector = tuple(int(n) for n in self.vectors[cell])
         settler, found = self.settlers[shape.table.micro_batch_size], []
-        for chain in _chains_of(shape, Box(vector, self.box.unit), float(shape.period[cell])):
+        for chain in chains_of(
+            shape, Box(vector, self.box.unit), float(shape.period[cell]), thorough=self.thorough
+        ):
             micro_batches = chain.pace.micro_batches(chain.pace.samples_within(seconds))
             found.append(settler.settled(chain, max(1, micro_batches)))
         return found
@@ -140,7 +122,7 @@ def make_columns(
     worth = vectors @ prices.per_device
     shapes: list[Shape] = []
     for held in intervals:
-        periods = _periods(held)
+        periods = periods_of(held)
         limit = np.inf if every else min(prices.seconds * _SHAPE_SLACK, goal)
         priced = Intervals(held.table, periods, periods).priced(prices, below=limit)
         good = np.flatnonzero(priced.seconds[:, : priced.known].min(axis=0) < limit)
@@ -150,76 +132,8 @@ def make_columns(
         index = least_periods(
             held.table, box, periods=periods, max_stages=most, wanted={int(s) + 1 for s in good}
         ).reshape(most, -1)
-        shapes += [_shape(held.table, int(s) + 1, periods, index[s], priced, worth) for s in good]
+        shapes += [shape_of(held.table, int(s) + 1, periods, index[s], priced, worth) for s in good]
     return Columns(box, vectors, [shape for shape in shapes if np.isfinite(shape.period).any()], settlers)
-
-
-def _periods(held: Intervals) -> FloatArray:
-    low, high = float(held.low.min()), float(held.high.max())
-    count = int(np.ceil(np.log(high / low) / np.log(_PERIOD_RATIO))) + 1
-    periods: FloatArray = np.geomspace(low, high, min(max(count, 2), _MOST_PERIODS)) * (1 + 1e-12)
-    return periods
-
-
-def _shape(
-    table: StageTable,
-    stages: int,
-    periods: FloatArray,
-    index: IntArray,
-    priced: PricedChains,
-    worth: FloatArray,
-) -> Shape:
-    period = np.append(periods, np.inf)[index]
-    least = np.append(priced.values[:, stages - 1], np.inf)[index]
-    with np.errstate(invalid="ignore"):
-        # No chain of these devices has less fill: its value is at least the least of all chains.
-        fill = np.where(np.isfinite(least), (least - worth) * period / table.micro_batch_size, 0.0)
-        fill = np.fmax(fill, _FULL * stages * period)
-    ratio = float(periods[1] / periods[0]) if len(periods) > 1 else _PERIOD_RATIO
-    return Shape(table, stages, period, fill, max(ratio, _PERIOD_RATIO))
-
-
-def _chains_of(shape: Shape, box: Box, period: float) -> list[Chain]:
-    """Of the least period on exactly these devices, and with less fill at a little longer periods."""
-    found: list[Chain] = []
-    exact = _exact_period(shape, box, period)
-    if box.cells * shape.table.layers > _EXACT_CELLS:
-        specs = fullest_chain(shape.table, box, stages=shape.stages, period=exact)
-        return [make_chain(shape.table, _trimmed(shape.table, specs))] if specs else []
-    for slack in (1.0, 1.015):
-        chain = least_sum(shape.table, box, stages=shape.stages, period=exact * slack)
-        if chain is not None and chain not in found:
-            found.append(chain)
-    return found
-
-
-def _trimmed(table: StageTable, specs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The stages with as many layers as the model has: those too many are taken from the slowest stages."""
-    stages = len(specs)
-    roles = [role_of(position=stages - index, stages=stages) for index in range(stages)]
-    layers = [count for _, count in specs]
-    seconds = [
-        table.seconds_at(role, stages - index)[choice]
-        for index, (role, (choice, _)) in enumerate(zip(roles, specs, strict=True))
-    ]
-    heap = [
-        (-float(line[count]), index) for index, (line, count) in enumerate(zip(seconds, layers, strict=True))
-    ]
-    heapq.heapify(heap)
-    for _ in range(sum(layers) - table.layers):
-        while layers[heap[0][1]] <= (roles[heap[0][1]] is Role.MIDDLE):
-            heapq.heappop(heap)
-        _, index = heap[0]
-        layers[index] -= 1
-        heapq.heapreplace(heap, (-float(seconds[index][layers[index]]), index))
-    return [(choice, count) for (choice, _), count in zip(specs, layers, strict=True)]
-
-
-def _exact_period(shape: Shape, box: Box, period: float) -> float:
-    """The least period a little below the grid's, nearly."""
-    candidates = np.geomspace(period / shape.ratio**2, period, _MOST_PERIODS)
-    at = first_period(shape.table, box, stages=shape.stages, periods=candidates)
-    return period if at is None else float(candidates[at])
 
 
 @dataclass
@@ -327,24 +241,42 @@ class Combiner:
     def _at_estimates(
         self, pipelines: int, start: float, allowed: BoolArray
     ) -> tuple[float, list[int]] | None:
-        low, high, found = start / _CLOSE, start, None
-        for _ in range(80):
-            if (found := self._pick(pipelines, high, allowed)) is not None or low > self.limit:
-                break
-            low, high = high, high * 1.02
-        if found is None:
-            return None
-        while high / low > _CLOSE:
-            middle = (low * high) ** 0.5
-            if (better := self._pick(pipelines, middle, allowed)) is not None:
-                high, found = middle, better
-            else:
-                low = middle
-        return high, found
+        """The least time, nearly, at which columns that are `allowed` end the samples, and the cells of these columns;
+        None if none do. That it is no less than `start` is taken for granted.
 
-    def _pick(self, pipelines: int, seconds: float, allowed: BoolArray) -> list[int] | None:
-        """Cells whose chains end the rest of the samples within `seconds`; None if the knapsack finds none."""
-        needed = self.budget.samples - sum(chain.pace.samples_within(seconds) for chain in self.taken)
+        What the knapsack takes for a time ends the samples at a time of its own, be it later: so the next time that is
+        tried is one below which nothing would be left to find.
+        """
+        low, high, found, tried = start / _CLOSE, math.inf, [], start
+        for _ in range(_MOST_TRIED):
+            picked, enough = self._pick(pipelines, tried, allowed)
+            low = low if enough else tried
+            end = self._end_seconds(picked, low, tried if enough else tried * _STEP)
+            if end < high:
+                high, found = end, picked
+            if high <= low * _CLOSE * (1 + 1e-9) or (not found and low > self.limit):
+                break
+            tried = high / _CLOSE if found else tried * _STEP
+        return (high, found) if found else None
+
+    def _end_seconds(self, cells: Sequence[int], low: float, high: float) -> float:
+        """When the chains of some cells end the rest of the samples, nearly; infinite if not within `high`."""
+        which = np.array(cells, dtype=np.int64)
+
+        def enough(seconds: float) -> bool:
+            return bool(self.columns.values(seconds, which).sum() >= self._needed(seconds))
+
+        if not cells or not enough(high):
+            return math.inf
+        while high / low > _EXACT:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if enough(middle) else (middle, high)
+        return high
+
+    def _pick(self, pipelines: int, seconds: float, allowed: BoolArray) -> tuple[list[int], bool]:
+        """Cells whose chains end most samples within `seconds`, and whether these are all the rest; none, if no set of
+        them can."""
+        needed = self._needed(seconds)
         worth = self.columns.values(seconds)
         spent = self.columns.vectors @ self.prices.per_device + self.prices.per_pipeline
         # Relative, so that a small pipeline used many times counts as much as a large one.
@@ -353,13 +285,17 @@ class Combiner:
         best = ranked[(worth > 0)[ranked] & allowed[ranked]][:_ITEMS]
         useful = self._affordable(spent[best], worth[best], pipelines, needed)
         if not useful.any():
-            return None
+            return [], False
         order = best[useful]
         unit = self.columns.box.unit
         limits = tuple(count // unit for count in self.budget.counts)
         knapsack, kept = Knapsack.of(limits, self.columns.vectors[order] // unit, worth[order])
         total, taken = knapsack.best(pipelines)
-        return [int(order[kept[item]]) for item in taken] if total >= needed else None
+        return [int(order[kept[item]]) for item in taken], total >= needed
+
+    def _needed(self, seconds: float) -> float:
+        """Samples that those taken already leave."""
+        return self.budget.samples - sum(chain.pace.samples_within(seconds) for chain in self.taken)
 
     def _affordable(self, spent: FloatArray, worth: IntArray, pipelines: int, needed: float) -> BoolArray:
         """Columns that a set worth `needed` may have: raise the prices until none is worth more than it costs; then no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ IntArray = npt.NDArray[np.int64]
 
 # Up to here the number of items taken can be limited; each is one more layer of states.
 MOST_COUNTED = 8
+# The worth of what there is no room for.
+_NO_ROOM = np.iinfo(np.int64).min // 4
 
 
 class Knapsack:
@@ -44,15 +47,18 @@ class Knapsack:
         """Best worth for each number of items in turn."""
         shape = tuple(limit + 1 for limit in self._limits)
         before = np.zeros(shape, dtype=np.int64)
-        chosen: list[npt.NDArray[np.int32]] = []
+        chosen: list[IntArray] = []
+        if not self._items:
+            return 0, []
+        sources, worth = self._sources(shape), np.array(self._worth, dtype=np.int64)[:, None]
         for _ in range(most):
-            best, last = before.copy(), np.full(shape, -1, dtype=np.int32)
-            for index, item in enumerate(self._items):
-                self._offer(index, item, self._worth[index], before, best, last)
-            chosen.append(last)
-            if (best == before).all():
+            offered = np.append(before.ravel(), _NO_ROOM)[sources] + worth
+            last = offered.argmax(axis=0)
+            best = np.maximum(before.ravel(), offered[last, np.arange(before.size)])
+            chosen.append(np.where(best > before.ravel(), last, -1).reshape(shape))
+            if (best == before.ravel()).all():
                 break
-            before = best
+            before = best.reshape(shape)
         place = tuple(limit for limit in self._limits)
         total, taken = int(before[place]), []
         for last in reversed(chosen):
@@ -60,6 +66,14 @@ class Knapsack:
                 taken.append(index)
                 place = tuple(p - need for p, need in zip(place, self._items[index], strict=True))
         return total, taken
+
+    def _sources(self, shape: Vector) -> IntArray:
+        """Where each state comes from by taking one of each item: [item, state]; one beyond all states for no room."""
+        states = np.indices(shape).reshape(len(shape), 1, -1)
+        left = states - np.array(self._items).T[..., None]
+        flat = np.ravel_multi_index(tuple(np.maximum(left, 0)), shape)
+        found: IntArray = np.where((left >= 0).all(axis=0), flat, math.prod(shape))
+        return found
 
     def _any(self) -> tuple[int, list[int]]:
         shape = tuple(limit + 1 for limit in self._limits)

@@ -37,7 +37,7 @@ _FEW_DEVICES = 32
 # Intervals that are looked at before all others, to know what that is.
 _GUIDES = 4
 # Rounds in a row that gain less than this share, after which no more follow.
-_LITTLE, _IDLE = 1e-5, 2
+_LITTLE, _IDLE = 1e-5, 1
 # By how much fractions of chains may then still be quicker than those known.
 _CONVERGED = 1e-3
 # Intervals of a table whose chains are added, or that are cut, in one round: the lowest.
@@ -246,10 +246,12 @@ def find_prices(
     rounds: int,
     close: float,
     goal: float = np.inf,
+    which: Callable[[StageTable], bool] = lambda table: True,
     tick: Callable[[], None] = lambda: None,
 ) -> Priced | None:
     """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the
-    way. None once fractions of chains are found to take no less than `goal`."""
+    way. None once fractions of chains are found to take no less than `goal`, or all chains of the tables `which`
+    matter."""
     intervals = [Intervals.of(table) for table in tables]
     guess = first_prices(tables, budget)
     prices = solve_prices(pool, budget, guess=guess)
@@ -257,7 +259,7 @@ def find_prices(
     for number in range(rounds):
         near = _ROUGH if number < _ROUGH_ROUNDS else _NEAR
         limit = min(prices.seconds * near, goal * _BEYOND)
-        best, new, nearer = np.inf, 0, []
+        best, mattering, new, nearer = np.inf, np.inf, 0, []
         for whole in intervals:
             tick()
             held = whole.below(limit, prices).affordable(prices, budget)
@@ -266,12 +268,14 @@ def find_prices(
             priced = held.priced(prices, below=limit, least=True)
             least = priced.seconds.min(axis=1, initial=np.inf)
             best = min(best, float(least.min(initial=np.inf)))
+            if which(whole.table):
+                mattering = min(mattering, float(least.min(initial=np.inf)))
             new += _add_best(priced, pool, below=min(prices.seconds, limit))
             split = (least < prices.seconds) & (held.high / held.low > FINE)
             split[np.argsort(least, kind="stable")[_MOST_CELLS:]] = False
             nearer.append(held.kept(least < limit, split))
         intervals = [held for held in nearer if held.low.size]
-        if min(best, limit) >= goal:
+        if min(mattering, limit) >= goal:
             return None
         before = prices.seconds
         if new:

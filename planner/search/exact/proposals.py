@@ -17,7 +17,7 @@ from planner.search.exact.prices import Budget, Intervals, Priced
 from planner.search.exact.settle import Settler
 from planner.search.exact.stage_table import StageTable
 
-# Beyond so many devices, fewer shapes of a column are worked out and only the best sets of pipelines are priced.
+# Beyond so many devices, fewer chains of a column are worked out and only the best sets of pipelines are priced.
 MANY_DEVICES = 32
 # Pipelines may end so much later than the best plan, by the tables, and still be looked at.
 BEYOND = 1.02
@@ -52,7 +52,7 @@ def add_sets(proposal: Proposal, *, every: bool, goal: float, tick: Callable[[],
         intervals, priced.prices, choose_box(rest.counts), settlers, every=every, goal=goal
     )
     many = sum(budget.counts) > MANY_DEVICES
-    columns.shapes_made = 1 if many and budget.pipelines > 1 else 2
+    columns.thorough = not many or budget.pipelines == 1
     few = sum(budget.counts) <= _MANY_SETS_DEVICES
     combiner = Combiner(
         columns,
@@ -69,6 +69,8 @@ def add_sets(proposal: Proposal, *, every: bool, goal: float, tick: Callable[[],
     most = min(_MOST_PIPELINES if few else _FEW_PIPELINES, budget.pipelines)
     for chains in combiner.sets(most=most, others=few):
         tick()
+        # Smaller ones are put into nodes first: what is left between them suits a large one, not the reverse.
+        chains = sorted(chains, key=lambda chain: (sum(chain.counts), chain.specs))
         key = tuple(chain.specs for chain in chains)
         if key in seen:
             continue

@@ -235,12 +235,14 @@ class ExactSolver:
         chains = self._first_chains(pool, shared, budget)
         if not chains.chains:
             return None
-        priced = find_prices(shared, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, tick=self.tick)
+        # Without replicas of a stage ZeRO-2 is ZeRO-1, which was searched before.
+        again = zero_stage == 2 and 1 in self.request.zero_stages
+        which = _has_replicas if again else _any_table
+        priced = find_prices(
+            shared, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, which=which, tick=self.tick
+        )
         self.statistics["chains"] += len(chains.chains)
-        if priced is None:
-            return None
-        if zero_stage == 2 and 1 in self.request.zero_stages and priced.least(_has_replicas) >= goal:
-            # Without replicas of a stage ZeRO-2 is ZeRO-1, which was searched before.
+        if priced is None or priced.least(which) >= goal:
             return None
         return shared, budget, priced
 
@@ -346,6 +348,10 @@ class ExactSolver:
             self._offer(candidate.plan)
             self.tick()
             yield candidate
+
+
+def _any_table(table: StageTable) -> bool:
+    return True
 
 
 def _has_replicas(table: StageTable) -> bool:
