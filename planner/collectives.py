@@ -153,5 +153,5 @@ def _leader_seconds(
 
 def _slowest(links: Links, members: Sequence[Device], message_bytes: float) -> Link:
     return slowest_link(
-        links, ((device.node, device.type) for device in members), message_bytes=message_bytes
+        links, [(device.node, device.type) for device in members], message_bytes=message_bytes
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from planner.cluster import Link, Links
@@ -20,10 +21,9 @@ def slowest_link(links: Links, places: Iterable[tuple[object, str]], *, message_
 
     Works on the distinct places, so that a thousand devices cost no more than their nodes and types.
     """
-    counts: dict[tuple[object, str], int] = {}
+    counts = Counter(places)
     nodes: dict[str, set[object]] = {}
-    for node, type_ in places:
-        counts[node, type_] = counts.get((node, type_), 0) + 1
+    for node, type_ in counts:
         nodes.setdefault(type_, set()).add(node)
     found: list[Link] = []
     types = sorted(nodes)

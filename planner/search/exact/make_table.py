@@ -91,12 +91,15 @@ class TableMaker:
         receive = np.zeros(shape)
         replay = np.full((*shape, self.replays.max_stages + 1, layers + 1), np.inf)
         for index, choice in enumerate(choices):
+            sides = {role.sides for role in Role}
+            received = {n: self.surroundings.receive_seconds(choice, sides=n) for n in sides}
+            replica_byte, streaming = self.surroundings.replica_byte_seconds(choice), self.streaming(choice)
             for role in Role:
                 forward[role, index], backward[role, index] = self.steps(choice, role)
-                backward[role, index] += self.scatter(choice, role)
-                receive[role, index] = self.surroundings.receive_seconds(choice, sides=role.sides)
+                backward[role, index] += self.scatter(choice, role, replica_byte)
+                receive[role, index] = received[role.sides]
                 replay[role, index] = self.replays.of_choice(choice, role, self.zero)
-                after[:, role, index] = self.after(choice, role)
+                after[:, role, index] = self.after(choice, role, replica_byte, streaming)
         table = StageTable(
             micro_batch_size,
             layers,
@@ -121,29 +124,35 @@ class TableMaker:
         loads = [(self.pool.kinds[kind].type, rows) for kind, rows in sorted(choice.loads)]
         return self.figures.steps(choice.tp, loads, role, by_position=self.by_position)
 
-    def scatter(self, choice: StageChoice, role: Role) -> FloatArray | float:
-        """ZeRO-2: reducing and scattering a micro-batch's gradients inside the stage, by number of layers."""
+    def streaming(self, choice: StageChoice) -> float:
+        """Seconds in which the slowest of its devices moves a byte of memory."""
+        kinds = sorted(set(choice.kinds))
+        return max(
+            self.cost.profile.streaming_seconds(device_type=self.pool.kinds[kind].type, moved_bytes=1.0)
+            for kind in kinds
+        )
+
+    def scatter(self, choice: StageChoice, role: Role, replica_byte: float) -> FloatArray | float:
+        """ZeRO-2: reducing and scattering a micro-batch's gradients inside the stage, by number of layers.
+        `replica_byte`: seconds of sending a byte from one replica to another."""
         dp = len(choice.rows)
         if self.zero.stage < 2 or dp == 1:
             return 0.0
         wire = PRECISION_BYTES[self.cost.dtypes.wire]
-        seconds = self.surroundings.replica_byte_seconds(choice)
-        return self.figures.values(choice.tp, role) * (wire * seconds * (dp - 1) / dp)
+        return self.figures.values(choice.tp, role) * (wire * replica_byte * (dp - 1) / dp)
 
-    def after(self, choice: StageChoice, role: Role) -> tuple[FloatArray, ...]:
+    def after(
+        self, choice: StageChoice, role: Role, replica_byte: float, streaming: float
+    ) -> tuple[FloatArray, ...]:
         """Bytes of gradients of a device that all pipelines reduce (and gather), and the other seconds after
         the last backward: the optimizer's and what the stage reduces alone; by number of layers. Then the parts of
         both that wait for all gradients: bytes gathered, the optimizer's seconds and those that the stage gathers."""
         cost, zero, dp = self.cost, self.zero, len(choice.rows)
-        streaming = max(
-            cost.profile.streaming_seconds(device_type=self.pool.kinds[kind].type, moved_bytes=1.0)
-            for kind in set(choice.kinds)
-        )
         values = self.figures.values(choice.tp, role)
         ways = self.replays.ways(choice.tp, dp, sum(choice.rows), role, zero)
         update = values * (update_bytes_per_value(cost.dtypes) * streaming / ways)
         gathered, own_gathered = zero.gathered_bytes_per_value(cost.dtypes)
-        ring = values * (self.surroundings.replica_byte_seconds(choice) * 2 * (dp - 1) / dp)
+        ring = values * (replica_byte * 2 * (dp - 1) / dp)
         own = zero.own_bytes_per_value(cost.dtypes)
         # Copies are reduced by more holders, and some of these share a node: for bounds that may be quick.
         reduced = self.figures.values(choice.tp, role, copies=False) if zero.most else values

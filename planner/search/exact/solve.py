@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
-from planner.search.exact.choices import stage_choices
+from planner.search.exact.choices import StageChoice, stage_choices
 from planner.search.exact.make_table import StageFigures, TableMaker
 from planner.search.exact.plans import Assembler
 from planner.search.exact.pool import Pool, pools
@@ -112,6 +112,8 @@ class ExactSolver:
         self.recompute = models.recompute if request.recompute else None
         self._by_position = False
         self._chains, self._chains_of = ChainPool(), Pool(())
+        self._choices: dict[int, list[StageChoice]] = {}
+        self._choices_of = Pool(())
         self.statistics = {"chains": 0, "columns": 0, "columns_made": 0, "candidates": 0}
 
     def solve(self) -> Solution | None:
@@ -272,10 +274,7 @@ class ExactSolver:
         maker = TableMaker(
             self.cost, self.figures, pool, self._expected(pool), replays, zero, self._by_position
         )
-        by_size = {
-            size: list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
-            for size in self.sizes
-        }
+        by_size = self._stage_choices(pool)
         every = [one for choices in by_size.values() for choice in choices for one in replicas_of(choice)]
         replays.prepare(every, [zero])
         for size, choices in by_size.items():
@@ -283,6 +282,16 @@ class ExactSolver:
             table = maker.table(choices, micro_batch_size=size)
             if table.usable:
                 yield table
+
+    def _stage_choices(self, pool: Pool) -> dict[int, list[StageChoice]]:
+        """By micro-batch size; the same for every ZeRO stage and number of pipelines."""
+        if self._choices_of is not pool:
+            self._choices_of = pool
+            self._choices = {
+                size: list(stage_choices(self.cost, pool, micro_batch_size=size, mixed=True))
+                for size in self.sizes
+            }
+        return self._choices
 
     def _expected(self, pool: Pool) -> Expected:
         return Expected(self.request.cluster, pool, self.cost.row_bytes)
