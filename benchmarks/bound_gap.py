@@ -41,7 +41,8 @@ from planner.plan import Plan
 from planner.request import PlanRequest
 from planner.search import find_plan
 from planner.search.exact.pool import every_pool
-from planner.search.exact.solve import ExactSolver, Solution
+from planner.search.exact.solution import Solution
+from planner.search.exact.solve import ExactSolver
 from planner.search.exact.strategy import bound_seconds
 from planner.search.exact.tightened import ALL_RELAXED, Tightened
 

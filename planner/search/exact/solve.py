@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from planner.cost.models import CostModels
-from planner.cost.price import iteration_seconds
 from planner.plan import Plan
 from planner.profile.analytic import PRECISION_BYTES, AnalyticProfile
 from planner.profile.table import ProfileTable
@@ -22,25 +19,25 @@ from planner.search.exact.pool import Pool, pools
 from planner.search.exact.prices import (
     Budget,
     ChainPool,
-    DevicePrices,
     Priced,
     find_prices,
     first_chains,
-    first_prices,
-    solve_prices,
 )
 from planner.search.exact.proposals import BEYOND, MANY_DEVICES, Proposal, add_sets
 from planner.search.exact.refine import Candidate, Refiner
 from planner.search.exact.replays import Replays, replicas_of
 from planner.search.exact.settle import Settler
-from planner.search.exact.stage_table import FloatArray, StageTable
+from planner.search.exact.solution import Solution
+from planner.search.exact.stage_table import StageTable
 from planner.search.exact.surroundings import Expected
 from planner.search.exact.zero import Zero
 from planner.search.shortlist import Offer, ignore
 
 ZeroStage = Literal[0, 1, 2]
 _FEW_DEVICES = 8
-_MOST_STAGES = 64
+# Stages of a pipeline: more are looked at only if nothing fits in so few, or a pipeline of the best plan has nearly so
+# many, since each takes as long to price.
+_FEW_STAGES, _NEARLY_SO_MANY, _MOST_STAGES = 32, 24, 64
 # How many pipelines share a gradient, before that is known.
 _SHARING = 4
 _ROUNDS = 8
@@ -52,34 +49,6 @@ _PRICED_SETS, _FEW_PRICED_SETS = 4, 2
 _HUGE_DEVICES = 2048
 # Plans that are refined, if so near the best.
 _REFINED, _NEARLY = 2, 1.01
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The best plan, and what the search for it learned about the worth of devices."""
-
-    plan: Plan
-    proposals: Sequence[Proposal]
-    """Of one pool, each for another number of pipelines that share a gradient."""
-
-    @property
-    def seconds(self) -> float:
-        """The plan's price."""
-        return iteration_seconds(self.plan)
-
-    def prices_for(self, pool: Pool) -> Callable[[int], DevicePrices]:
-        """Good prices of another pool of the same cluster, by how many pipelines there may be."""
-
-        def prices(pipelines: int) -> DevicePrices:
-            # Chains that were found for one pipeline, which shares gradients with none, price several badly.
-            least = pipelines if pipelines > 1 else 0
-            known = min(self.proposals, key=lambda one: abs(one.budget.pipelines - least))
-            budget = replace(known.budget, pipelines=pipelines)
-            guess = first_prices(known.tables, known.budget)
-            found = solve_prices(known.priced.pool, budget, guess=guess)
-            return replace(found, per_device=_by_type(found.per_device, known.pool, pool))
-
-        return prices
 
 
 def _quiet(message: str) -> None:
@@ -125,9 +94,18 @@ class ExactSolver:
         return best
 
     def _best(self) -> Solution | None:
+        best = self._within(_FEW_STAGES)
+        most = min(self.request.model.layers + 2, len(self.request.cluster.devices))
+        if most > _FEW_STAGES and (best is None or _longest(best.plan) > _NEARLY_SO_MANY):
+            found = [one for one in (best, self._within(_MOST_STAGES)) if one is not None]
+            best = min(found, key=lambda one: one.seconds, default=None)
+        return best
+
+    def _within(self, most_stages: int) -> Solution | None:
+        """The best of pipelines of so many stages at most."""
         best: Solution | None = None
         for pool in pools(self.request.cluster, self.request.model):
-            stages = min(self.request.model.layers + 2, pool.devices, _MOST_STAGES)
+            stages = min(self.request.model.layers + 2, pool.devices, most_stages)
             replays = self.replays(pool, max_stages=stages)
             if self._by_position:
                 replays = replays.cut_by_position()
@@ -372,6 +350,10 @@ def recomputes(plan: Plan) -> bool:
     return any(stage.recompute for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
+def _longest(plan: Plan) -> int:
+    return max(len(pipeline.stages) for pipeline in plan.pipelines)
+
+
 def _prices(devices: int) -> int:
     """Prices to spend on refining one plan: fewer where each takes longer."""
     return 24 if devices <= 64 else 12 if devices <= 2048 else 3
@@ -382,13 +364,3 @@ def default_micro_batch_sizes(devices: int) -> tuple[int, ...]:
     if devices > _FEW_DEVICES:
         return (1, 2, 4, 8, 16)
     return tuple(size for size in range(1, max(8, 2 * devices) + 1) if size <= 8 or size % 2 == 0)
-
-
-def _by_type(prices: FloatArray, known: Pool, wanted: Pool) -> FloatArray:
-    """Mean prices of each type's devices, for the kinds of another pool."""
-    found = []
-    for kind in wanted.kinds:
-        same = [i for i, other in enumerate(known.kinds) if other.type == kind.type]
-        counts = [known.kinds[i].count for i in same]
-        found.append(float(np.average(prices[same], weights=counts)))
-    return np.array(found)

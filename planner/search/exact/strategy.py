@@ -20,7 +20,8 @@ from planner.search.exact.bound_tables import bound_tables
 from planner.search.exact.make_table import TableMaker
 from planner.search.exact.pool import Pool, every_pool
 from planner.search.exact.prices import DevicePrices
-from planner.search.exact.solve import ExactSolver, Solution
+from planner.search.exact.solution import Solution
+from planner.search.exact.solve import ExactSolver
 from planner.search.exact.stage_table import StageTable
 from planner.search.exact.surroundings import Expected, Least
 from planner.search.exact.tightened import ALL_RELAXED, PartlyExpected, Tightened

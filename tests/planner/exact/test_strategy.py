@@ -93,6 +93,24 @@ def test_more_devices_never_make_it_slower(seed: int) -> None:
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
 
 
+def test_pipelines_are_as_deep_as_memory_wants() -> None:
+    """34 layers of which a device holds just one."""
+    types = {
+        "one": {
+            "backend": "cpu",
+            "peak_tflops": {"fp32": 1.0},
+            "memory_bytes": 20 << 20,
+            "memory_bandwidth": 1e11,
+        }
+    }
+    nodes = [{"devices": [{"type": "one", "count": 1}]} for _ in range(38)]
+    request = make_request(1, [{"fast": 1}], batch=64, layers=34, bound=False)
+    cluster = resolve_cluster({"device_types": types, "nodes": nodes})
+    plan = planned(request.model_copy(update={"cluster": cluster}))
+    check_memory(plan)
+    assert [len(pipeline.stages) for pipeline in plan.pipelines] == [35]
+
+
 def test_a_device_that_only_slows_the_job_down_stays_idle() -> None:
     nodes: list[dict[str, int]] = [{"fast": 2}, {"slow": 1}]
     request = make_request(0, nodes, batch=2, layers=2, bound=False)
