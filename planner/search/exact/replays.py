@@ -69,6 +69,7 @@ class Replays:
         self._by_position = by_position
         self._known: dict[tuple[str, StageLoad], FloatArray] = {}
         self._asked: dict[tuple[Replica, Role, Zero, bool], FloatArray] = {}
+        self._keys: dict[tuple[object, ...], tuple[str, StageLoad]] = {}
         self._ways: dict[tuple[object, ...], float] = {}
 
     def of_choice(self, choice: StageChoice, role: Role, zero: Zero) -> FloatArray:
@@ -114,26 +115,36 @@ class Replays:
         tp, dp = replica.tp, replica.dp
         # Without replicas to share gradients with, ZeRO-2 is ZeRO-1.
         stage = 1 if zero.stage == 2 and dp == 1 else zero.stage
-        load = StageLoad(
-            tp,
+        sharing = stage, self.ways(tp, dp, replica.size, role, zero), dp if stage == 2 else 1
+        alike = (replica.kind, tp, replica.rows, role, *sharing, self._by_position)
+        if alike not in self._keys:
+            self._keys[alike] = self._pool.kinds[replica.kind].type, self._load(replica, role, sharing)
+        return self._keys[alike]
+
+    def _load(self, replica: Replica, role: Role, sharing: tuple[int, float, int]) -> StageLoad:
+        """`sharing`: ZeRO stage, ways, and replicas that share gradients."""
+        stage, ways, dp = sharing
+        return StageLoad(
+            replica.tp,
             replica.rows,
             self._layers,
             role.embedding,
             role.head,
             1,
             zero_stage=stage,
-            zero_ways=self.ways(tp, dp, replica.size, role, zero),
-            dp=dp if stage == 2 else 1,
+            zero_ways=ways,
+            dp=dp,
             sequence_parallel=self._by_position
-            and cuts_positions(tp=tp, sequence_length=self._memory.sequence_length),
+            and cuts_positions(tp=replica.tp, sequence_length=self._memory.sequence_length),
         )
-        return self._pool.kinds[replica.kind].type, load
 
     def ways(self, tp: int, dp: int, micro_batch_size: int, role: Role, zero: Zero) -> float:
         """Over how many devices such a stage's optimizer state is shared."""
+        model = self._memory.model
+        if not zero.alone:
+            return zero.ways(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
         key = (tp, dp, micro_batch_size, role, zero)
         if key not in self._ways:
-            model = self._memory.model
             self._ways[key] = zero.ways(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
         return self._ways[key]
 

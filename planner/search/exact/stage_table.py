@@ -23,6 +23,9 @@ from planner.search.exact.surroundings import Holders, Surroundings
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+# Prices of devices at which a table's choices are asked for again and again.
+_KNOWN_PRICES = 16
+
 
 @dataclass(frozen=True)
 class StageTable:
@@ -162,8 +165,18 @@ class StageTable:
 
     def cost(self, prices: FloatArray) -> FloatArray:
         """What the devices of each choice cost, of covers at least."""
-        plain = np.array(self.counts, dtype=float).reshape(-1, len(prices)) @ prices
-        return np.concatenate([plain, [cover.cost(prices) for cover in self.covers]])
+        asked = prices.tobytes()
+        if asked not in self._costs:
+            plain = np.array(self.counts, dtype=float).reshape(-1, len(prices)) @ prices
+            if len(self._costs) == _KNOWN_PRICES:
+                self._costs.clear()
+            self._costs[asked] = np.concatenate([plain, [cover.cost(prices) for cover in self.covers]])
+        return self._costs[asked]
+
+    @cached_property
+    def _costs(self) -> dict[bytes, FloatArray]:
+        """By the bytes of the prices; `cost` fills this."""
+        return {}
 
     def kept(self, choices: Sequence[int]) -> StageTable:
         """Some of the choices."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -107,12 +107,26 @@ class Least:
     row_bytes: int
     measured_rate: float = math.inf
     """Least seconds a byte of any all-reduce that the profile has measured."""
+    _received: dict[tuple[int, int, int], tuple[float, float]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def receive_seconds(self, choice: StageChoice, *, sides: int) -> float:
-        message = max(choice.rows) * self.row_bytes
-        return max(self._receive(self.pool.kinds[i], choice.tp, message, sides) for i in set(choice.kinds))
+        return max(self._receive(kind, choice.tp, max(choice.rows), sides) for kind in set(choice.kinds))
 
-    def _receive(self, kind: Kind, tp: int, message: float, sides: int) -> float:
+    def _receive(self, index: int, tp: int, rows: int, sides: int) -> float:
+        kind, asked = self.pool.kinds[index], (index, tp, rows)
+        if asked not in self._received:
+            self._received[asked] = self._from_neighbour(kind, tp, rows * self.row_bytes)
+        inside, outside = self._received[asked]
+        if len(self.cluster.nodes) == 1:
+            return sides * inside
+        # A neighbour inside the node needs a device there.
+        near = min(sides, kind.neighbours - tp)
+        return near * min(inside, outside) + (sides - near) * outside
+
+    def _from_neighbour(self, kind: Kind, tp: int, message: float) -> tuple[float, float]:
+        """Inside the node and across."""
         inside, outside = (
             min(
                 _quicker(self.cluster, kind, tp, message, _link(self.cluster, kind, other, same))
@@ -120,11 +134,7 @@ class Least:
             )
             for same in (True, False)
         )
-        if len(self.cluster.nodes) == 1:
-            return sides * inside
-        # A neighbour inside the node needs a device there.
-        near = min(sides, kind.neighbours - tp)
-        return near * min(inside, outside) + (sides - near) * outside
+        return inside, outside
 
     def gradient_byte_seconds(self, holders: Holders, *, alone: bool) -> float:
         """The least of three ways (planner/collectives.py): one ring, which is the first with one holder a node; with

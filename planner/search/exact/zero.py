@@ -34,6 +34,11 @@ class Zero:
     most: bool = False
     limit: float = math.inf
 
+    @property
+    def alone(self) -> bool:
+        """Whether the ways depend on all that a stage of the only pipeline holds, and so take long to tell."""
+        return bool(self.stage) and self.most and self.scope == "all" and self.pipelines == 1
+
     def ways(self, model: ModelSpec, *, tp: int, dp: int, micro_batch_size: int, role: Role) -> float:
         """Over how many devices a stage's optimizer state is shared."""
         if not self.stage:
@@ -42,7 +47,7 @@ class Zero:
             return search_zero_ways(
                 zero_stage=self.stage, zero_scope=self.scope, pipelines=self.pipelines, dp=dp
             )
-        if self.pipelines > 1:
+        if not self.alone:
             return min(_ANY, self.limit)
         ways = _most_ways_alone(model, tp=tp, dp=dp, micro_batch_size=micro_batch_size, role=role)
         return min(ways, self.limit)
