@@ -35,8 +35,9 @@ from planner.search.shortlist import Offer, ignore
 
 ZeroStage = Literal[0, 1, 2]
 _FEW_DEVICES = 8
-# Stages of a pipeline: more are looked at only if nothing fits in so few, or a pipeline of the best plan has nearly so
-# many, since each takes as long to price.
+# Stages of a pipeline. Each takes as long to price; up to so many devices more than a few are looked at only if nothing
+# fits in these, or a pipeline of the best plan has nearly so many. Among more devices deep pipelines are common.
+_STAGES_DEVICES = 64
 _FEW_STAGES, _NEARLY_SO_MANY, _MOST_STAGES = 32, 24, 64
 # How many pipelines share a gradient, before that is known.
 _SHARING = 4
@@ -94,8 +95,10 @@ class ExactSolver:
         return best
 
     def _best(self) -> Solution | None:
-        best = self._within(_FEW_STAGES)
-        most = min(self.request.model.layers + 2, len(self.request.cluster.devices))
+        devices = len(self.request.cluster.devices)
+        if devices > _STAGES_DEVICES:
+            return self._within(_MOST_STAGES)
+        best, most = self._within(_FEW_STAGES), min(self.request.model.layers + 2, devices)
         if most > _FEW_STAGES and (best is None or _longest(best.plan) > _NEARLY_SO_MANY):
             found = [one for one in (best, self._within(_MOST_STAGES)) if one is not None]
             best = min(found, key=lambda one: one.seconds, default=None)
