@@ -37,13 +37,13 @@ def make_request(
     sequence_parallel: bool = True,
 ) -> tuple[PlanRequest, ProfileTable | None]:
     """The request that the options describe, and the table of `--profiles`; UserError names the option."""
+    from actors.named_model import named_model
     from planner.cluster import resolve_cluster
     from planner.errors import parse
-    from planner.model_spec import resolve_model
     from planner.prices import parse_prices, with_prices
     from planner.request import PlanRequest
 
-    spec = resolve_model(model)
+    spec = named_model(model, base=Path())
     request = parse(
         PlanRequest,
         {

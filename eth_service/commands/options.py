@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="preset, or a file: ours or Hugging Face's config.json")]
+Model = Annotated[
+    str, typer.Argument(help="preset, or a model's file or Hugging Face folder, by path or URL")
+]
 ClusterOption = Annotated[
     str, typer.Option(help="nodes x devices : type, as in 4x8:910B2,4x8:910B4, or a cluster file")
 ]

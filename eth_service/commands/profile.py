@@ -23,7 +23,8 @@ def import_(
     folder: Annotated[Path, typer.Argument(help="folder of operator CSV or layer JSON, with subfolders")],
     as_: Annotated[str, typer.Option("--as", metavar="TYPE", help="device type that was measured")],
     model: Annotated[
-        str | None, typer.Option(help="model that was measured: preset or file [default: by the file names]")
+        str | None,
+        typer.Option(help="measured model: preset, file, folder or URL [default: by the file names]"),
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16, where the files do not tell")
@@ -46,14 +47,14 @@ def import_(
 
     Prints what was read and what is missing: a plan that needs something missing is refused.
     """
+    from actors.named_model import named_model
     from planner.catalogue import canonical_name
-    from planner.model_spec import resolve_model
     from planner.profile.importers import import_folder
 
     imports = import_folder(
         folder,
         device_type=canonical_name(as_) or as_,
-        model=None if model is None else resolve_model(model),
+        model=None if model is None else named_model(model, base=Path()),
         precision=_precision(precision),
         sequence_length=sequence_length,
     )

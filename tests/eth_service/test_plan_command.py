@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from eth_service.cli import app, main
+from planner.hugging_face import hugging_face_config
+from planner.model_spec import resolve_model
 from planner.plan import read_plan
+from tests.object_storage import BUCKET, ObjectStorage
 
 BASE = ["plan", "gpt3-1.3b", "--global-batch-size", "64"]
 CLUSTER = ["--cluster", "1x2:A100,1x2:RTX3090"]
@@ -138,6 +141,26 @@ def test_a_real_process_plans_without_torch_or_ray(tmp_path: Path) -> None:
     assert done.stderr == "LOADED []\n"
     assert json.loads(file.read_text())["version"] == 1
     assert "Predicted iteration" in done.stdout
+
+
+def test_a_model_in_other_storage_is_planned_from_its_config_alone(
+    tmp_path: Path, storage: ObjectStorage
+) -> None:
+    """As a job names it, and without torch or ray all the same."""
+    content = json.dumps(hugging_face_config(resolve_model("gpt3-350m"), dtype="float32"))
+    (tmp_path / "config.json").write_text(content)
+    storage.put("planned/config.json", content.encode())
+    command = ["plan", "--global-batch-size", "64", "--cluster", "1x2:A100"]
+    output_of(*command, tmp_path.as_uri(), "--json", str(tmp_path / "near"))
+    done = run_program(*command, f"s3://{BUCKET}/planned", "--json", str(tmp_path / "far"))
+    assert done.returncode == 0 and done.stderr == "LOADED []\n", done.stderr
+    near, far = read_plan(tmp_path / "near"), read_plan(tmp_path / "far")
+    assert far.model.name == "planned" and far.pipelines == near.pipelines
+    assert far.model.model_copy(update={"name": near.model.name}) == near.model
+    result = CliRunner().invoke(app, [*command, f"s3://{BUCKET}/none"])
+    assert str(result.exception).startswith(
+        "model = 's3://bucket/none' holds no config.json; name the folder"
+    )
 
 
 def test_help_loads_nothing_heavy() -> None:
