@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from actors.data_settings import TextSource
 from actors.engine.tokens import Part, TokenFile, TokenHeader
 from actors.text.files import Format, files_of, format_of, silent, tell
 from actors.text.in_place import megatron_parts, numpy_parts
+from actors.text.parallel import in_processes
 from actors.text.readers import PIECE_BYTES, Span, pieces, raw, units_of, unreadable
 from actors.text.tokenizer import Tokenizer, load_tokenizer
 from actors.whole_file import whole_file
@@ -138,15 +138,7 @@ def _made(
         for unit in units:
             yield _make_part(unit, work, tokenizer)
         return
-    # Forked children of a process with threads may hang: new ones are started.
-    with ProcessPoolExecutor(
-        min(processes, len(units)), multiprocessing.get_context("spawn"), _start_worker, (work,)
-    ) as pool:
-        try:
-            yield from pool.map(_make_in_worker, units)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    yield from in_processes(_make_in_worker, units, processes=processes, start=partial(_start_worker, work))
 
 
 _worker: tuple[_Work, Tokenizer] | None = None
@@ -263,8 +255,8 @@ def _write_header(header: TokenHeader, folder: Path) -> Path:
     path = folder / f"{hashlib.sha256(named.model_dump_json().encode()).hexdigest()[:32]}.json"
     if header.tokenizer != "none" and path.exists():
         return path
-    with whole_file(path) as partial:
-        partial.write_text(content, encoding="utf-8")
+    with whole_file(path) as unfinished:
+        unfinished.write_text(content, encoding="utf-8")
     return path
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from actors.whole_file import whole_file
 from planner.errors import UserError, read_yaml
 
 PREPARED = "prepared.json"
+_MADE = re.compile(r"[0-9a-f]{32}\.(tokens|ends|json)")
 
 
 def write_prepared(
@@ -32,6 +35,33 @@ def write_prepared(
     with whole_file(folder / PREPARED) as partial:
         partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
     return made
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Files of a prepared folder that its text does not use: it was another, or has changed since."""
+
+    files: tuple[Path, ...]
+    parts: int
+    bytes: int
+
+    def delete(self) -> None:
+        for file in self.files:
+            file.unlink(missing_ok=True)
+
+
+def unused(made: TokenFile) -> Unused:
+    """What lies beside the tokens of a prepared folder and is no part of them. Parts without a token, which no text is
+    the larger for, are not counted: the next run would make them anew."""
+    used = {made.path.name} | {name for part in made.header.parts for name in (part.path, part.ends)}
+    files = [
+        (file, file.stat().st_size)
+        for file in sorted(made.path.parent.iterdir())
+        if _MADE.fullmatch(file.name) and file.name not in used
+    ]
+    files = [(file, size) for file, size in files if size]
+    parts = {file.stem for file, _ in files if file.suffix != ".json"}
+    return Unused(tuple(file for file, _ in files), len(parts), sum(size for _, size in files))
 
 
 def open_prepared(folder: Path) -> TokenFile | None:
@@ -62,10 +92,10 @@ def tokenizer_of(texts: Iterable[TextSource]) -> Path | None:
     for text in texts:
         if text.tokenizer != BYTE:
             return Path(text.tokenizer)
-        if isinstance(text.path, Path) and (text.path / PREPARED).is_file():
-            kept = text.path / TOKENIZER
-            if kept.is_file():
-                return kept
+        made = open_prepared(text.path) if isinstance(text.path, Path) else None
+        # A tokenizer.json there may be that of an earlier text, of which the folder held tokens.
+        if made is not None and made.tokenizer not in (BYTE, "none"):
+            return made.path.parent / TOKENIZER
     return None
 
 

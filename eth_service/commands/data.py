@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.errors import UserError
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from actors.engine.tokens import TokenFile
 
 app = typer.Typer(
     name="data", help="Make a text's tokens ahead of training, and look at them.", no_args_is_help=True
@@ -37,6 +40,9 @@ def prepare(
     processes: Annotated[
         int | None, typer.Option(min=1, help="that work side by side [default: one a core]")
     ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="then delete the parts in the folder that this text does not use")
+    ] = False,
 ) -> None:
     """Make the tokens of a text. A run that was stopped is gone on with by the same command."""
     from rich.console import Console
@@ -44,6 +50,7 @@ def prepare(
 
     from actors.data_settings import Data
     from actors.text.prepared import write_prepared
+    from eth_service.commands.common import tell
     from planner.errors import parse
 
     values = {
@@ -56,16 +63,38 @@ def prepare(
     }
     (source,) = parse(Data, values, source="eth data prepare").sources(Path())
     console = Console(stderr=True)
-    with _locked(output), Progress(console=console, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("parts", total=None)
-        made = write_prepared(
-            source,
-            output,
-            processes=processes or os.cpu_count() or 1,
-            say=lambda told: console.print(told, soft_wrap=True),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with _locked(output):
+        try:
+            with Progress(console=console, disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task("parts", total=None)
+                made = write_prepared(
+                    source,
+                    output,
+                    processes=processes or os.cpu_count() or 1,
+                    say=lambda told: console.print(told, soft_wrap=True),
+                    progress=lambda done, total: bar.update(task, completed=done, total=total),
+                )
+        except KeyboardInterrupt:
+            tell(f"stopped; what is finished stays in {output}, and the same command goes on from there")
+            raise typer.Exit(130) from None
+        _tell_unused(made, output, prune=prune)
     print(f"{output}: {made.count} tokens of {made.header.documents} documents; a job names it as data.path")
+
+
+def _tell_unused(made: TokenFile, output: Path, *, prune: bool) -> None:
+    from actors.text.prepared import unused
+    from eth_service.commands.common import tell
+
+    left = unused(made)
+    counted = f"{left.parts} part{'s' * (left.parts != 1)} ({format_bytes(left.bytes)})"
+    if prune:
+        left.delete()
+        tell(f"deleted {counted} that this text does not use")
+    elif left.parts:
+        tell(
+            f"{output} also holds {counted} of another text or tokenizer, or of this text before it changed; --prune"
+            " deletes what this text does not use"
+        )
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from actors.data_settings import TextSource
+from actors.text.prepared import tokenizer_of
 from actors.text.text import prepare_text
 from eth_service.cli import main
 from planner.errors import UserError
@@ -60,6 +61,37 @@ def test_a_prepared_folder_is_a_jobs_text(tmp_path: Path, capsys: pytest.Capture
         UserError, match=r"other.json' \(.*\) did not make the tokens in .*; prepare them anew"
     ):
         prepare_text(TextSource(tmp_path / "tokens", tokenizer=other), cache_dir=tmp_path / "unused")
+
+
+def test_parts_of_no_more_use_are_told_and_deleted_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is the rest of a folder touched, nor is a tokenizer that made none of its tokens taken for theirs."""
+    texts, folder = tmp_path / "texts", tmp_path / "tokens"
+    texts.mkdir()
+    # Nothing but white space is worked on, and gives no token.
+    (texts / "blank.jsonl").write_text("\n\n")
+    (texts / "a.jsonl").write_text('{"text": "as it was"}\n')
+    tokenizer = trained_tokenizer(tmp_path / "tokenizer.json")
+    arguments = ("prepare", texts, "--output", folder, "--processes", 1)
+    assert eth(capsys, *arguments, "--tokenizer", tokenizer)[2] == ""
+    assert tokenizer_of([TextSource(folder)]) == folder / "tokenizer.json"
+    (folder / "notes.json").write_text("mine")
+    before = set(folder.iterdir())
+
+    (texts / "a.jsonl").write_text('{"text": "as it is now"}\n')
+    code, out, err = eth(capsys, *arguments)
+    assert code == 0 and "13 tokens of 1 documents" in out and err.count("\n") == 1
+    assert "also holds 1 part (" in err and "--prune deletes what this text does not use" in err
+    assert before < set(folder.iterdir()) and tokenizer_of([TextSource(folder)]) is None
+
+    code, out, err = eth(capsys, *arguments, "--prune")
+    assert code == 0 and err.startswith("eth: deleted 1 part (") and err.count("\n") == 1
+    left = {file.suffix or file.name for file in before & set(folder.iterdir())}
+    assert {"notes.json", "tokenizer.json", "prepared.json"} <= {file.name for file in folder.iterdir()}
+    assert not {".tokens", ".ends"} & left
+    assert prepare_text(TextSource(folder), cache_dir=tmp_path / "unused").count == 13
+    assert "deleted 0 parts" in eth(capsys, *arguments, "--prune")[2]
 
 
 def test_a_part_that_was_cut_short_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,3 +173,33 @@ def test_a_killed_run_is_gone_on_with_and_processes_make_the_same(tmp_path: Path
         TextSource(texts, text_field="body", tokenizer=tokenizer), cache_dir=tmp_path / "cache"
     )
     assert alone.path.name == made.path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_goes_on_when_it_is_stopped(tmp_path: Path, stopped_by: signal.Signals) -> None:
+    """Ctrl-C reaches every process of a terminal, and the one that was called says what is next; a kill reaches that
+    one alone, and those that it started end with it."""
+    folder = tmp_path / "tokens"
+    arguments = ["data", "prepare", _texts(tmp_path, 250_000), "--output", folder, "--field", "body"]
+    command = [sys.executable, "-m", "eth_service.console", *map(str, arguments), "--processes", "2"]
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        deadline = time.monotonic() + 120
+        while not list(folder.glob(".*.tokens.*")):
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.002)
+        if stopped_by == signal.SIGINT:
+            os.killpg(running.pid, stopped_by)
+        else:
+            running.kill()
+        # Whoever is left holds the streams open.
+        out, err = running.communicate(timeout=60)
+    assert out == "" and not (folder / "prepared.json").exists()
+    if stopped_by == signal.SIGINT:
+        assert running.returncode == 130
+        assert (
+            err
+            == f"eth: stopped; what is finished stays in {folder}, and the same command goes on from there\n"
+        )
