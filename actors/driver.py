@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.checkpoints import Checkpoint
 from actors.crew import Crew, Pending
+from actors.environment import describe_start
 from actors.failure import TrainingFailed
 from actors.inventory import NodeDevices, read_inventory
 from actors.job import Job, read_job
@@ -30,6 +31,7 @@ from actors.placement import bind_nodes
 from actors.planning import Prepared, make_plan, prepare
 from actors.ray_session import StopSignals, ray_session, stop_seconds
 from actors.run_folder import RunFolder, default_folder
+from actors.run_log import Logged
 from actors.save_schedule import SaveSchedule
 from actors.summary import Observer, Silent, Summary, summarize
 from actors.worker import MakeTrainer, engine_trainer
@@ -69,7 +71,7 @@ def run_job(
     the run is left, and the observer is told the end of a run that had begun.
     """
     folder = RunFolder.check(output or default_folder(job), overwrite=overwrite, resume=resume)
-    observer = observer or Silent()
+    observer = Logged(observer or Silent())
     saves = SaveSchedule(job.checkpoint, job.checkpoint_folder(folder.path), steps=job.training.steps)
     saves.check_storage()
     prepared = prepare(job, equal_batches=equal_batches, say=observer.status)
@@ -155,6 +157,9 @@ class _Run:
         self._folder.write_job(self._job, end_of_document=prepared.end_of_document())
         self._folder.write_plan(plan)
         self._plan = plan
+        self._tell_unwritten(
+            self._folder.append_start(describe_start(iteration=self._done, nodes=ray.nodes()))
+        )
         self._observer.planned(plan, folder=self._folder.path, steps=self._job.training.steps)
         self._observer.status(f"starting {plan.world_size} workers")
         with Crew(plan, bound=bound, make_trainer=self._make_trainer) as crew:

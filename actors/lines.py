@@ -1,4 +1,4 @@
-"""A file that grows by whole lines of JSON, also on a disk that is full for a while."""
+"""Files that grow by whole lines, also on a disk that is full for a while."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from actors.storage import reason
 
 
-class JsonLines:
-    """Appends rows to a file. What a full disk refuses waits in memory and is written with the next row, in order."""
+class Lines:
+    """Appends lines to a file. What a full disk refuses waits in memory and is written with the next, in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting = b""
 
-    def append(self, row: Mapping[str, Any]) -> str | None:
-        """Write one row, and those that wait; None, or why they have to wait. A reader that follows the file sees whole
-        lines only."""
-        self._waiting += json.dumps(row).encode() + b"\n"
+    def append_text(self, line: str) -> str | None:
+        """Write one line, and those that wait; None, or why they have to wait. A reader that follows the file sees
+        whole lines only."""
+        self._waiting += line.encode("utf-8", "replace") + b"\n"
         try:
             self._write()
         except OSError as error:
@@ -42,3 +42,11 @@ class JsonLines:
                 raise
         finally:
             os.close(held)
+
+
+class JsonLines(Lines):
+    """Lines of JSON."""
+
+    def append(self, row: Mapping[str, Any]) -> str | None:
+        """Write one row, as `append_text`."""
+        return self.append_text(json.dumps(row))

@@ -24,7 +24,7 @@ _EMULATED = (
     "EMULATED: this host plays the devices; times are device seconds and support claims about balance only"
 )
 
-_LOG_COLUMNS = 130
+LOG_COLUMNS = 130
 # Below this share late steps say nothing about the run.
 _LATE_SHARE = 0.02
 # Below this share the data is read fast enough.
@@ -93,7 +93,7 @@ class _Output(Terminal):
 
 def _terminal() -> Terminal:
     # A log or a pipe has no width of its own; the plan's table needs more than the usual 80 columns.
-    return _Output() if sys.stdout.isatty() else _Output(width=_LOG_COLUMNS)
+    return _Output() if sys.stdout.isatty() else _Output(width=LOG_COLUMNS)
 
 
 def iteration_line(row: Row, *, steps: int, seconds_left: float | None) -> str:

@@ -24,8 +24,10 @@ from planner.plan import Plan
 # What a run writes; --overwrite removes these and nothing else of the user's.
 SUMMARY, FAILURE = "summary.json", "failure.txt"
 CHECKPOINTS = "checkpoints"
-SAVES = "saves.jsonl"
-_FILES = ("job.yaml", "plan.json", "metrics.jsonl", SAVES, "weights.safetensors", FAILURE, SUMMARY)
+METRICS, SAVES = "metrics.jsonl", "saves.jsonl"
+ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
+_GROWING = (METRICS, SAVES, ENVIRONMENT, LOG)
+_FILES = ("job.yaml", "plan.json", *_GROWING, "weights.safetensors", FAILURE, SUMMARY)
 
 
 def default_folder(job: Job, *, now: datetime | None = None) -> Path:
@@ -35,17 +37,19 @@ def default_folder(job: Job, *, now: datetime | None = None) -> Path:
 
 
 class RunFolder:
-    """One run's folder: `job.yaml`, `plan.json`, `metrics.jsonl`, `weights.safetensors`, `summary.json`,
-    `failure.txt` if the run failed, `checkpoints` and `saves.jsonl` if the job saves any, and `hugging-face` if there
-    is a tokenizer of its text, or the weights that it started from came with one or with a config.json."""
+    """One run's folder: `job.yaml`, `plan.json`, `environment.jsonl`, `metrics.jsonl`, `log.txt`,
+    `weights.safetensors`, `summary.json`, `failure.txt` if the run failed, `checkpoints` and `saves.jsonl` if the job
+    saves any, and `hugging-face` if there is a tokenizer of its text, or the weights that it started from came with one
+    or with a config.json."""
 
     def __init__(self, path: Path, *, taken: bool = False) -> None:
         """`taken`: what is in the folder belongs to the run, or may go."""
         self.path = path.resolve()
         self._taken = taken
         self._held: int | None = None
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics = self.path / METRICS
         self._rows, self._saves = JsonLines(self.metrics), JsonLines(self.path / SAVES)
+        self._starts = JsonLines(self.path / ENVIRONMENT)
         self.weights = self.path / "weights.safetensors"
 
     @classmethod
@@ -82,7 +86,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
             for name in _FILES:
-                if not (keep_metrics and name in (self.metrics.name, SAVES)):
+                if not (keep_metrics and name in _GROWING):
                     (self.path / name).unlink(missing_ok=True)
             if not keep_metrics:
                 shutil.rmtree(self.path / KEPT_FOLDER, ignore_errors=True)
@@ -141,6 +145,10 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, Any]) -> str | None:
         """One line of JSON. None, or why it has to wait for the next: a disk that is full must not end training."""
         return self._rows.append(row)
+
+    def append_start(self, row: Mapping[str, Any]) -> str | None:
+        """What the run was started in, in the same way."""
+        return self._starts.append(row)
 
     def append_save(self, row: Mapping[str, Any]) -> str | None:
         """How a save of the state went, in the same way."""

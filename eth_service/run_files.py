@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 PLAN = "plan.json"
 SUMMARY = "summary.json"
 SAVES = "saves.jsonl"
+ENVIRONMENT = "environment.jsonl"
 
 _TAIL_BYTES = 1 << 16
 
@@ -80,6 +81,11 @@ def failed_saves(run: Path) -> list[dict[str, Any]]:
         return []
     rows = {row.get("iteration"): row for line in lines if (row := _decode(line)) is not None}
     return [row for row in rows.values() if row.get("error") is not None]
+
+
+def last_start(run: Path) -> dict[str, Any] | None:
+    """What a run was last started in; None if that was not kept."""
+    return last_row(run / ENVIRONMENT)
 
 
 def last_row(path: Path) -> dict[str, Any] | None:

@@ -69,9 +69,9 @@ def show(
     json_: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Show one run: its end, its plan, its losses on the way, its checkpoints."""
+    """Show one run: its end, its plan, what it ran with, its losses on the way, its checkpoints."""
     from actors.plan_table import plan_table
-    from eth_service.run_files import failed_saves
+    from eth_service.run_files import failed_saves, last_start
 
     _check_run(run)
     found = _kept(run)
@@ -79,7 +79,8 @@ def show(
     _plot([run], [line], plot)
     if json_:
         paths = [str(checkpoint.path) for checkpoint in kept]
-        print(json.dumps({**asdict(line), "checkpoints": paths, "failed_saves": failed_saves(run)}))
+        more = {"checkpoints": paths, "failed_saves": failed_saves(run), "environment": last_start(run)}
+        print(json.dumps(asdict(line) | more))
         return
     from eth_service.commands.common import console
     from planner.plan import read_plan
@@ -88,6 +89,8 @@ def show(
     out.print(_table([line]))
     if (run / "plan.json").exists():
         out.print(plan_table(read_plan(run / "plan.json")))
+    if (start := last_start(run)) is not None:
+        out.print(_started(start), markup=False, highlight=False, soft_wrap=True)
     for row in _sampled(run, most=10):
         out.print(f"iteration {row['iteration']}: loss {_number(row['loss'])}", highlight=False)
     if line.validation_loss is not None:
@@ -127,8 +130,9 @@ def compare(
     common = sorted(set.intersection(*(set(loss) for loss in losses)))
     shown = [common[round(i * (len(common) - 1) / 9)] for i in range(10)] if len(common) > 10 else common
     at = [{"iteration": i, "losses": [loss[i] for loss in losses]} for i in shown]
+    unlike = _unlike_versions(runs)
     if json_:
-        print(json.dumps({"runs": [asdict(line) for line in lines], "losses": at}))
+        print(json.dumps({"runs": [asdict(line) for line in lines], "losses": at, "versions": unlike}))
         return
     from rich.table import Table
 
@@ -140,6 +144,32 @@ def compare(
     out = console()
     out.print(_table(lines))
     out.print(table if at else "no iteration is there in all of them")
+    for name, found in unlike.items():
+        out.print(f"versions differ: {name} {', '.join(found)}", highlight=False, soft_wrap=True)
+
+
+def _started(start: dict[str, Any]) -> str:
+    """What a run ran with, in a line; `start` is its last row of environment.jsonl."""
+    versions = start.get("versions", {})
+    named = [
+        f"{name} {versions[name]}" for name in ("eth-service", "python", "torch", "ray") if name in versions
+    ]
+    again = f", to go on after iteration {start['iteration']}" if start.get("iteration") else ""
+    return f"started {start.get('started')} on {start.get('host')}{again}: {', '.join(named)}"
+
+
+def _unlike_versions(runs: list[Path]) -> dict[str, list[str]]:
+    """The packages of which runs, as they were started last, had not the same version."""
+    from eth_service.run_files import last_start
+
+    found = [start.get("versions", {}) if (start := last_start(run)) is not None else None for run in runs]
+    known = [versions for versions in found if versions is not None]
+    names = sorted({name for versions in known for name in versions}, key=str.lower)
+    return {
+        name: ["unknown" if versions is None else versions.get(name, "none") for versions in found]
+        for name in names
+        if len({versions.get(name) for versions in known}) > 1
+    }
 
 
 def _plot(runs: list[Path], lines: list[RunLine], file: Path | None) -> None:

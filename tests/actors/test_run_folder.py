@@ -13,7 +13,10 @@ import pytest
 
 from actors.job import Job, parse_job, read_job
 from actors.run_folder import RunFolder, default_folder
+from actors.run_log import Logged
+from actors.summary import Silent
 from planner.errors import UserError
+from tests.actors.test_metrics import emulated_plan
 
 
 def make_job(base: Path) -> Job:
@@ -135,18 +138,37 @@ def test_rows_that_a_full_disk_refuses_wait_for_the_next(tmp_path: Path) -> None
             # Whoever follows the file never sees a part of a row.
             assert folder.metrics.read_text() == whole
         assert folder.append_save({"iteration": 2, "error": "no space"}) is not None
+        log = Logged(Silent())
+        log.status("kept in mind")
+        log.planned(emulated_plan(), folder=folder.path, steps=4)
+        log.status("said while the disk was full")
+        assert "said" not in (folder.path / "log.txt").read_text()
+    log.status("said later")
+    told = (folder.path / "log.txt").read_text()
+    assert (
+        told.index("kept in mind ...")
+        < told.index("run folder:")
+        < told.index("was full")
+        < told.index("later")
+    )
     assert folder.append_metrics({"iteration": 4}) is None
     assert [json.loads(line)["iteration"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3, 4]
 
 
-def test_a_resumed_run_keeps_what_is_told_of_earlier_saves(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_what_is_told_of_earlier_ones(tmp_path: Path) -> None:
     folder = RunFolder.check(tmp_path / "run", overwrite=False)
     folder.create()
     folder.append_save({"iteration": 1, "error": None})
+    folder.append_start({"iteration": 0})
+    (tmp_path / "run" / "log.txt").write_text("said\n")
     folder.close()
     resumed = RunFolder.check(tmp_path / "run", overwrite=False, resume=True)
     resumed.create(keep_metrics=True)
-    assert (tmp_path / "run" / "saves.jsonl").exists()
+    assert {"saves.jsonl", "environment.jsonl", "log.txt"} < set(resumed.written())
     resumed.close()
+    anew = RunFolder.check(tmp_path / "run", overwrite=True)
+    anew.create()
+    assert anew.written() == ["metrics.jsonl"]
+    anew.close()
     RunFolder.check(tmp_path / "run", overwrite=True).create()
     assert not (tmp_path / "run" / "saves.jsonl").exists()

@@ -121,6 +121,10 @@ def test_a_run_that_is_stopped_saves_and_goes_on_with_no_iteration_lost(tmp_path
     assert code == 0, err
     assert f"going on after iteration {done}" in out
     assert [row["iteration"] for row in metrics(folder)] == list(range(1, done + 3))
+    starts = [json.loads(line) for line in (folder / "environment.jsonl").read_text().splitlines()]
+    assert [start["iteration"] for start in starts] == [0, done]
+    log = (folder / "log.txt").read_text()
+    assert log.index("stopped after") < log.index(f"going on after iteration {done}") < log.index("succeeded")
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,23 @@ def test_the_end_is_told_and_nothing_is_left(finished: tuple[Path, str, Run]) ->
     assert str(folder) in out.splitlines()[-1]
     assert {path.name for path in folder.iterdir()} == {*summary["written"]}
     assert run.leaves_nothing()
+
+
+def test_a_run_keeps_what_it_said_and_what_it_was_started_in(finished: tuple[Path, str, Run]) -> None:
+    folder, out, run = finished
+    stamped = [line.partition("  ") for line in (folder / "log.txt").read_text().splitlines()]
+    times = [datetime.fromisoformat(time) for time, _, _ in stamped]
+    assert times == sorted(times) and all(time.tzinfo for time in times)
+    # The two reckon the time left by themselves.
+    logged, shown = [line for *_, line in stamped], out.splitlines()
+    assert [line.split("  ETA ")[0].rstrip() for line in shown] == [
+        line.split("  ETA ")[0] for line in logged
+    ]
+    (row,) = map(json.loads, (folder / "environment.jsonl").read_text().splitlines())
+    assert row["iteration"] == 0 and row["command"][1:] == ["train", *run.arguments]
+    assert row["versions"]["torch"] == metadata.version("torch")
+    (host,) = row["hosts"]
+    assert host["name"] == row["host"] and host["resources"]["CPU"] >= 1
 
 
 @pytest.mark.slow

@@ -107,6 +107,32 @@ def test_runs_are_compared_where_both_were(tmp_path: Path, capsys: pytest.Captur
     assert "no iteration is there in all of them" in eth(capsys, "compare", one, none)[1]
 
 
+def test_what_runs_ran_with_is_shown_and_where_it_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, older = (make_run(tmp_path, name, [3.0, 2.0]) for name in ("one", "other", "older"))
+    start = {"started": "2030-01-02T03:04:05+00:00", "host": "[here]", "iteration": 0}
+    versions = {"python": "3.11.7", "torch": "2.9.0", "ray": "2.50.0"}
+    for run, later in ((one, {}), (other, {"torch": "2.10.0", "fsspec": "2026.9.0"})):
+        rows = [
+            start | {"versions": {"torch": "1.0"}},
+            start | {"iteration": 2, "versions": versions | later},
+        ]
+        (run / "environment.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = eth(capsys, "show", one)[1]
+    assert (
+        "started 2030-01-02T03:04:05+00:00 on [here], to go on after iteration 2:"
+        " python 3.11.7, torch 2.9.0, ray 2.50.0\n"
+    ) in shown
+    assert json.loads(eth(capsys, "show", one, "--json")[1])["environment"]["versions"] == versions
+    # A run of which nothing is known differs in nothing.
+    out = eth(capsys, "compare", one, other, older)[1]
+    assert "versions differ: torch 2.9.0, 2.10.0, unknown\n" in out
+    assert "versions differ: fsspec none, 2026.9.0, unknown\n" in out and "python" not in out
+    assert json.loads(eth(capsys, "compare", one, older, "--json")[1])["versions"] == {}
+    assert json.loads(eth(capsys, "show", older, "--json")[1])["environment"] is None
+
+
 def test_runs_of_one_job_are_told_apart_by_their_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
