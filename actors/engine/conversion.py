@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,9 +68,7 @@ def export_hugging_face(
 ) -> None:
     """Write weights as a Hugging Face folder, a file of at most `shard_bytes` at a time (more only where one tensor
     has more): config.json comes last. `origin` is the config.json that the model came with: what it says beyond the
-    architecture stays."""
-    from safetensors.torch import save_file
-
+    architecture stays. OSError if a file cannot be written."""
     parameters = {parameter.name: parameter for parameter in model_parameters(model)}
     tensors = to_theirs(model, lambda name: weights.parameter(parameters[name]))
     files = _split(_their_bytes(weights, model), shard_bytes)
@@ -80,13 +79,24 @@ def export_hugging_face(
         content = dict(next(tensors) for _ in names)
         assert list(content) == names
         say(f"writing {target / file}")
-        save_file(content, target / file, metadata={"format": "pt"})
+        _save(content, target / file)
         placed |= dict.fromkeys(names, file)
         total += sum(tensor.nbytes for tensor in content.values())
     if len(files) > 1:
         _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
     dtype = str(weights.dtype(model_parameters(model)[0])).removeprefix("torch.")
     _write_json(target / "config.json", hugging_face_config(model, dtype=dtype, origin=origin))
+
+
+def _save(content: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(content, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # A full disk is an error of its own kind there.
+        raise OSError(errno.EIO, str(error), str(path)) from None
 
 
 def _their_bytes(weights: Weights, model: ModelSpec) -> dict[str, int]:

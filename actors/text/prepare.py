@@ -44,7 +44,7 @@ def make_tokens(
     """
     files = files_of(source, say)
     format_ = format_of(source, files)
-    with _told_where(cache_dir):
+    with told_where(cache_dir):
         if format_ in ("megatron", "numpy"):
             files = filled_files(source, files, format_, say)
             cache_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def make_tokens(
             header = _tokenized(source, files, format_, cache_dir, processes, say, progress)
     if not header.tokens:
         raise _no_text(source, files)
-    with _told_where(cache_dir):
+    with told_where(cache_dir):
         return TokenFile(_write_header(header, cache_dir))
 
 
@@ -261,8 +261,8 @@ def _write_header(header: TokenHeader, folder: Path) -> Path:
 
 
 @contextmanager
-def _told_where(folder: Path) -> Iterator[None]:
-    """A folder that tokens cannot be written to is the user's to change."""
+def told_where(folder: Path) -> Iterator[None]:
+    """UserError where tokens cannot be written: a folder is the user's to change."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@ import numpy as np
 from actors.data_settings import BYTE, TextSource
 from actors.engine.tokens import TokenFile
 from actors.model_files import TOKENIZER, copy_tokenizer
-from actors.text.prepare import Progress, make_tokens
+from actors.text.prepare import Progress, make_tokens, told_where
 from actors.text.tokenizer import load_tokenizer
 from actors.whole_file import whole_file
 from planner.errors import UserError, read_yaml
@@ -30,10 +30,11 @@ def write_prepared(
     for left in (*folder.glob(".*.tokens.*"), *folder.glob(".*.ends.*")):
         left.unlink()
     made = make_tokens(source, cache_dir=folder, processes=processes, say=say, progress=progress)
-    if made.tokenizer not in (BYTE, "none"):
-        copy_tokenizer(Path(source.tokenizer), folder)
-    with whole_file(folder / PREPARED) as partial:
-        partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
+    with told_where(folder):
+        if made.tokenizer not in (BYTE, "none"):
+            copy_tokenizer(Path(source.tokenizer), folder)
+        with whole_file(folder / PREPARED) as partial:
+            partial.write_text(json.dumps({"version": 1, "header": made.path.name}) + "\n", encoding="utf-8")
     return made
 
 

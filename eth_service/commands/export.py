@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from actors.job import Job
+    from actors.storage import StoragePath
 
 
 def export(
@@ -65,12 +68,14 @@ def export(
     model, origin, generation = job.model, original_config(run), original_generation(run)
     weights = open_weights(source, model)
     end = _end_of_text(job, origin, generation)
-    output.mkdir(parents=True, exist_ok=True)
-    copy_files(copied, output)
-    export_hugging_face(weights, output, model, shard_bytes=most, say=print, origin=origin)
+    with failures_told(source, output, field="RUN"):
+        output.mkdir(parents=True, exist_ok=True)
+        copy_files(copied, output)
+        export_hugging_face(weights, output, model, shard_bytes=most, say=print, origin=origin)
+        if end is not None:
+            for name in (CONFIG, GENERATION):
+                _add(output / name, {"eos_token_id": end})
     if end is not None:
-        for name in (CONFIG, GENERATION):
-            _add(output / name, {"eos_token_id": end})
         print(f"text that it generates ends with token {end}, which ends the documents that it has learned")
     print(f"{model.name} is in {output}: transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
@@ -79,6 +84,27 @@ def check_new_folder(output: Path) -> None:
     """UserError unless a folder can be written anew."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} is not an empty folder; name another")
+
+
+@contextmanager
+def failures_told(source: StoragePath, output: Path, *, field: str) -> Iterator[None]:
+    """UserError for an error of reading `source`, which `field` names, or of writing to `output`."""
+    from actors.storage import reason, unusable
+
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or (error.filename is not None and _concerns(Path(error.filename), output)):
+            raise UserError(
+                f"--output {output} cannot be written: {reason(error)}; name a folder that can be, with enough room"
+            ) from None
+        raise unusable(source, error, field=field) from None
+
+
+def _concerns(file: Path, output: Path) -> bool:
+    """Whether a file that could not be used is in a folder, or is one that it would lie in."""
+    return file in (output, *output.parents) or output in file.parents
 
 
 def _end_of_text(job: Job, *came_with: Mapping[str, Any] | None) -> int | None:

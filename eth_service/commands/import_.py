@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.errors import UserError
-
 if TYPE_CHECKING:
-    from actors.storage import StoragePath
     from planner.model_spec import ModelSpec
 
 # What a job must say and a model does not: for the user to change.
@@ -37,7 +33,7 @@ def import_(
     """
     from actors.named_model import model_at
     from actors.storage import storage_path
-    from eth_service.commands.export import check_new_folder
+    from eth_service.commands.export import check_new_folder, failures_told
     from planner.units import format_bytes
 
     check_new_folder(output)
@@ -46,25 +42,13 @@ def import_(
     from actors.engine.conversion import import_hugging_face
     from actors.model_files import copy_files, model_files
 
-    try:
+    with failures_told(source, output, field="FOLDER"):
         output.mkdir(parents=True, exist_ok=True)
         written = import_hugging_face(source, output, model)
         copy_files(model_files(source), output)
-    except OSError as error:
-        raise _failed(error, source=source, output=output) from None
-    _write_job(output / "job.yaml", model, precision=written.precision, data=data)
+        _write_job(output / "job.yaml", model, precision=written.precision, data=data)
     print(f"{model.name}: {format_bytes(written.bytes)} of weights, every tensor checked")
     print(f"{output / 'job.yaml'} starts from them: look at its data and training, then eth train it")
-
-
-def _failed(error: OSError, *, source: StoragePath, output: Path) -> UserError:
-    """What to say of an error of reading or of writing."""
-    from actors.storage import reason, unusable
-
-    written = str(error.filename or "").startswith(str(output))
-    if written or error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"--output {output} cannot be written: {reason(error)}; name a folder that has room")
-    return unusable(source, error, field="FOLDER")
 
 
 def _write_job(path: Path, model: ModelSpec, *, precision: str, data: str) -> None:

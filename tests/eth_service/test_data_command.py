@@ -17,6 +17,7 @@ from actors.text.prepared import tokenizer_of
 from actors.text.text import prepare_text
 from eth_service.cli import main
 from planner.errors import UserError
+from tests.actors.test_run_folder import largest_file
 from tests.actors.test_tokenizers import TEXT, trained_tokenizer
 
 
@@ -133,6 +134,22 @@ def test_tokens_are_never_read_as_text(tmp_path: Path, capsys: pytest.CaptureFix
         UserError, match=r"holds tokens that eth data prepare made .* let eth data prepare finish"
     ):
         prepare_text(TextSource(folder / "out"), cache_dir=tmp_path / "unused")
+
+
+def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever file has no room: the tokens, or the tokenizer beside them."""
+    tokenizer, folder = trained_tokenizer(tmp_path / "tokenizer.json"), tmp_path / "tokens"
+    (tmp_path / "a.txt").write_text("short")
+    arguments = ("prepare", tmp_path / "a.txt", "--output", folder, "--tokenizer", tokenizer)
+    for room in (1, 1000):
+        with largest_file(room):
+            code, _, err = eth(capsys, *arguments)
+        assert code == 2 and err.count("\n") == 1, err
+        assert (
+            f"token files cannot be written to {folder}: File too large; name a folder that has room" in err
+        )
+        assert not (folder / "prepared.json").exists()
+    assert eth(capsys, *arguments)[0] == 0
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

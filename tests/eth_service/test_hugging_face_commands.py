@@ -20,6 +20,7 @@ from actors.run_folder import RunFolder
 from eth_service.cli import main
 from planner.errors import UserError
 from planner.parameters import model_parameters
+from tests.actors.test_run_folder import largest_file
 from tests.actors.test_tokenizers import TEXT, trained_tokenizer
 from tests.object_storage import BUCKET, ObjectStorage
 
@@ -185,6 +186,25 @@ def test_a_model_is_imported_from_an_object_store(
         assert code == 2 and said in err and err.count("\n") == 1, err
     with pytest.raises(UserError, match=r"^model = 's3://bucket/none' holds no config.json; name"):
         parse_job(values | {"model": f"s3://{BUCKET}/none"}, base=tmp_path)
+
+
+def test_a_full_disk_is_told_of_the_folder_that_is_written(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Large enough for the small files, or for none."""
+    assert eth(capsys, "import", llama, "--output", tmp_path / "ours")[0] == 0
+    out = tmp_path / "out"
+    for command, source in (("import", llama), ("export", tmp_path / "ours")):
+        for room in (5, 20_000):
+            with largest_file(room):
+                code, _, err = eth(capsys, command, source, "--output", out)
+            assert code == 2 and err.count("\n") == 1, err
+            assert err.startswith(f"eth: --output {out} cannot be written: ") and "File too large" in err
+            shutil.rmtree(out)
+        code, _, err = eth(capsys, command, source, "--output", "/proc/none/out")
+        assert code == 2 and err.startswith("eth: --output /proc/none/out cannot be written: No such file")
+        assert eth(capsys, command, source, "--output", out)[0] == 0
+        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize(
