@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +60,10 @@ def list_(
     found.sort(key=lambda path: (path / "job.yaml").stat().st_mtime)
     if not found:
         raise UserError(f"{folder} holds no run folder; eth train makes them")
-    _print([_line(path, _kept(path)) for path in found], as_json=json_)
+    lines = [line for path in found if (line := _listed(path)) is not None]
+    if not lines:
+        raise UserError(f"{folder} holds no run folder that can be read")
+    _print(lines, as_json=json_)
 
 
 @app.command()
@@ -227,6 +230,19 @@ def _line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
         data_wait_share=data_wait_share(rows[1:] or rows),
         checkpoints=None if kept is None else len(kept),
     )
+
+
+def _listed(run: Path) -> RunLine | None:
+    """A run among others; None, and a line that says why, if its files cannot be read."""
+    from eth_service.commands.common import tell
+
+    try:
+        line = _line(run, None)
+    except UserError as error:
+        tell(f"{run} is left out: {error}")
+        return None
+    kept = _kept(run)
+    return replace(line, checkpoints=None if kept is None else len(kept))
 
 
 def _kept(run: Path) -> list[Checkpoint] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import uuid
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_runs_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.Capt
     assert (whole["state"], whole["iterations"], whole["steps"], whole["loss"]) == ("succeeded", 3, 20, 2.0)
     assert (cut["state"], cut["iterations"], cut["loss"]) == ("unfinished", 2, 3.0)
     assert "succeeded" in eth(capsys, "list", tmp_path)[1]
+
+
+def test_a_run_that_cannot_be_read_is_told_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, job, plan = (make_run(tmp_path, name, [3.0, 2.0]) for name in ("whole", "job", "plan"))
+    (job / "job.yaml").write_text("name: [")
+    (plan / "plan.json").write_text("{")
+    code, out, err = eth(capsys, "list", tmp_path, "--json")
+    assert code == 0 and [json.loads(line)["folder"] for line in out.splitlines()] == [str(whole)]
+    assert err.count("\n") == 2
+    assert f"eth: {job} is left out: job file {job}/job.yaml is not valid YAML or JSON" in err
+    assert f"eth: {plan} is left out: plan file {plan}/plan.json is not valid YAML or JSON" in err
+    shutil.rmtree(whole)
+    code, out, err = eth(capsys, "list", tmp_path)
+    assert code == 2 and err.endswith(f"eth: {tmp_path} holds no run folder that can be read\n")
 
 
 def test_a_run_is_shown_with_losses_that_a_resumed_run_repeated_once(
