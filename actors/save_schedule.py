@@ -75,6 +75,11 @@ class SaveSchedule:
     def resume(self, job: Job, data: DataIdentity, say: Callable[[str], None]) -> Checkpoint:
         """The newest checkpoint, all of its bytes looked at. UserError if there is none, it was altered, or the
         job is not a continuation of it."""
+        if isinstance(self._folder, Path) and not self._folder.is_dir():
+            raise UserError(
+                f"--resume: {self._folder} is not there, so nothing can be gone on with; name the run folder that holds"
+                " checkpoints by --output, or leave --resume out to begin anew (checkpoint.every makes checkpoints)"
+            )
         newest = latest(self._folder)
         check_continues(
             newest.manifest,

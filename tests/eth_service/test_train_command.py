@@ -154,6 +154,10 @@ def test_a_run_to_resume_is_named_and_holds_a_checkpoint(
 ) -> None:
     path, folder = edited(tmp_path), str(tmp_path / "run")
     assert "--resume needs --output" in refusal(capsys, path, "--resume")
+    missing = refusal(capsys, path, "--resume", "--output", folder)
+    assert f"--resume: {folder}/checkpoints is not there" in missing and "leave --resume out" in missing
+    assert not Path(folder).exists()
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert "no whole checkpoint" in refusal(capsys, path, "--resume", "--output", folder)
     both = refusal(capsys, path, "--resume", "--overwrite", "--output", folder)
     assert "--overwrite and --resume exclude each other" in both
