@@ -129,8 +129,11 @@ class TokenFile:
         for part in self.header.parts:
             if not part.ends:
                 made.append(np.array([part.tokens]))
-            else:
+            elif part.documents:
                 made.append(np.memmap(self.path.parent / part.ends, dtype="<i8", mode="r"))
+            else:
+                # One document goes on through all of the part, and an empty file cannot be mapped.
+                made.append(np.empty(0, dtype="<i8"))
             made[-1] = made[-1] + before if before else made[-1]
             before += part.tokens
         return made[0] if len(made) == 1 else np.concatenate(made)

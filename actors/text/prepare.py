@@ -181,6 +181,8 @@ def _span_digest(span: Span, format_: Format) -> bytes:
         # Row groups share a file's footer, so the whole file counts.
         digest.update(f"{span.first} {span.last}".encode())
         span = Span(span.path, 0, span.path.stat().st_size)
+    if not span.whole:
+        digest.update(b"goes on: ")
     for chunk in raw(span):
         digest.update(chunk)
     return digest.digest()

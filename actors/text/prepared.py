@@ -54,15 +54,12 @@ class Unused:
 def unused(made: TokenFile) -> Unused:
     """What lies beside the tokens of a prepared folder and is no part of them. Parts without a token, which no text is
     the larger for, are not counted: the next run would make them anew."""
+    folder = made.path.parent
     used = {made.path.name} | {name for part in made.header.parts for name in (part.path, part.ends)}
-    files = [
-        (file, file.stat().st_size)
-        for file in sorted(made.path.parent.iterdir())
-        if _MADE.fullmatch(file.name) and file.name not in used
-    ]
-    files = [(file, size) for file, size in files if size]
-    parts = {file.stem for file, _ in files if file.suffix != ".json"}
-    return Unused(tuple(file for file, _ in files), len(parts), sum(size for _, size in files))
+    sizes = {file: file.stat().st_size for file in sorted(folder.iterdir()) if _MADE.fullmatch(file.name)}
+    left = [file for file in sizes if file.name not in used and sizes.get(file.with_suffix(".tokens"), 1) > 0]
+    parts = {file.stem for file in left if file.suffix != ".json"}
+    return Unused(tuple(left), len(parts), sum(sizes[file] for file in left))
 
 
 def open_prepared(folder: Path) -> TokenFile | None:

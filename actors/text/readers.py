@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from actors.text.files import Format
 from planner.errors import UserError
@@ -17,11 +17,13 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file: bytes [first, last), of Parquet row groups [first, last)."""
+    """A part of a file: bytes [first, last), of Parquet row groups [first, last). `whole` tells whether no document
+    goes on after it."""
 
     path: Path
     first: int
     last: int
+    whole: bool = True
 
 
 class Piece(NamedTuple):
@@ -40,7 +42,7 @@ def unreadable(file: Path, error: object) -> UserError:
 def units_of(files: Sequence[Path], format_: Format) -> list[tuple[Span, ...]]:
     """The files cut into units of about UNIT_BYTES, small files together; those that are empty are in none.
 
-    A text file is one document, so it is never cut; JSONL is cut between lines, Parquet between row groups.
+    Text and JSONL are cut between lines (a text file stays one document), Parquet between row groups.
     """
     units: list[tuple[Span, ...]] = []
     waiting: list[Span] = []
@@ -68,14 +70,24 @@ def _spans(file: Path, format_: Format) -> Iterator[tuple[Span, int]]:
         with file.open("rb") as stream:
             while first < size:
                 last = size
-                if format_ == "jsonl" and size - first > UNIT_BYTES:
-                    stream.seek(first + UNIT_BYTES)
-                    stream.readline()
-                    last = stream.tell()
-                yield Span(file, first, last), last - first
+                if size - first > UNIT_BYTES:
+                    last = _after_line(stream, first + UNIT_BYTES, format_)
+                yield Span(file, first, last, whole=format_ == "jsonl" or last == size), last - first
                 first = last
     except OSError as error:
         raise unreadable(file, error) from None
+
+
+def _after_line(stream: IO[bytes], start: int, format_: Format) -> int:
+    """Where the line ends that goes on at `start`; in a text without lines a place where no character is cut."""
+    stream.seek(start)
+    if format_ == "jsonl":
+        stream.readline()
+        return stream.tell()
+    line = stream.readline(4 * PIECE_BYTES)
+    if line.endswith(b"\n") or not stream.read(1):
+        return start + len(line)
+    return start + _character_end(line)
 
 
 def pieces(span: Span, format_: Format, field: str) -> Iterator[Piece]:
@@ -105,7 +117,7 @@ def raw(span: Span) -> Iterator[bytes]:
 
 
 def _plain(span: Span) -> Iterator[Piece]:
-    """A file as one document, in pieces that end with a line where there is one."""
+    """One document, or the part of it in a span, in pieces that end with a line where there is one."""
     kept = b""
     for chunk in raw(span):
         text = kept + chunk
@@ -113,7 +125,8 @@ def _plain(span: Span) -> Iterator[Piece]:
         if cut:
             yield Piece(text[:cut], ends=False)
         kept = text[cut:]
-    yield Piece(kept, ends=True)
+    if kept or span.whole:
+        yield Piece(kept, ends=span.whole)
 
 
 def _character_end(text: bytes) -> int:

@@ -24,6 +24,7 @@ from actors.text.files import files_of
 from actors.text.prepare import make_tokens
 from actors.text.text import prepare_text
 from planner.errors import UserError
+from tests.actors.test_tokenizers import trained_tokenizer
 
 _NOBODY = 65534
 DOCUMENTS = ["one\n", "zwei ü", "three\nlines\n"]
@@ -139,6 +140,51 @@ def test_units_of_any_size_hold_the_same_tokens(
     assert cut.ends.tolist() == whole.ends.tolist()
     starts = np.arange(0, max(1, whole.count - 3))
     assert (cut.read(starts, min(4, whole.count)) == whole.read(starts, min(4, whole.count))).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    documents=st.lists(
+        st.text(st.characters(codec="utf-8") | st.just("\n"), min_size=1, max_size=400),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_long_text_is_one_document_in_units_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str]
+) -> None:
+    """Cut between lines, or where there is none between characters; what ends with a unit ends in no unit before."""
+    folder = tmp_path_factory.mktemp("text")
+    for index, document in enumerate(documents):
+        (folder / f"{index}.txt").write_bytes(document.encode())
+    source = TextSource(folder)
+    whole = make_tokens(source, cache_dir=folder.with_name(folder.name + "-whole"))
+    tokenizer = trained_tokenizer(folder.with_name(folder.name + ".json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "UNIT_BYTES", 100)
+        patch.setattr(readers, "PIECE_BYTES", 10)
+        cut = make_tokens(source, cache_dir=folder.with_name(folder.name + "-cut"))
+        # Fails where a character is cut.
+        encoded = make_tokens(
+            TextSource(folder, tokenizer=tokenizer), cache_dir=folder.with_name(folder.name + "-encoded")
+        )
+    assert cut.tokens.tolist() == whole.tokens.tolist() and cut.ends.tolist() == whole.ends.tolist()
+    assert cut.header.documents == encoded.header.documents == len(documents)
+    assert len(cut.header.parts) >= sum(len(document.encode()) for document in documents) // 150
+    assert encoded.ends[-1] == encoded.count
+
+
+def test_a_part_in_which_no_document_ends_is_not_taken_for_one_in_which_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of the same lines share parts only where both go on."""
+    monkeypatch.setattr(readers, "UNIT_BYTES", 8)
+    for name, lines in (("long", 3), ("short", 1)):
+        (tmp_path / f"{name}.txt").write_text("line 10\n\n" * lines)
+    made = [tokens_of(tmp_path / f"{name}.txt", tmp_path / "cache") for name in ("long", "short", "long")]
+    assert [text.ends.tolist() for text in made] == [[28], [10], [28]]
+    assert len(made[0].header.parts) == 3 and made[0].path == made[2].path
+    assert len({part.path for part in made[0].header.parts}) == 2
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 64])
