@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import pickle
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from actors.checkpoints import FileSum
+from actors.checkpoints import FileSum, Summing
 from actors.storage import RemotePath, StoragePath, rename
 
 METADATA = ".metadata"
@@ -133,19 +132,18 @@ class _Summing:
     """A stream that sums what passes: the sum is of the bytes meant, whatever becomes of them on the way."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
+        self._stream, self._summing = stream, Summing()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, view.nbytes, _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
-            self._digest.update(piece)
+            self._summing.update(piece)
             self._stream.write(piece)
-        self._bytes += view.nbytes
         return view.nbytes
 
     def sum(self) -> FileSum:
-        return FileSum(bytes=self._bytes, sha256=self._digest.hexdigest())
+        return self._summing.sum()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

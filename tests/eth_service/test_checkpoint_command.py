@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import uuid
@@ -130,6 +131,34 @@ def test_every_byte_is_looked_at(run: StoragePath, capsys: pytest.CaptureFixture
     assert f"{altered} has {len(whole) - 1} bytes and not {len(whole)}" in eth(capsys, "verify", run)[1]
     altered.unlink()
     assert f"{altered} cannot be read" in eth(capsys, "verify", run)[1]
+
+
+def test_a_manifest_with_the_sums_of_before_is_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_checkpoint(tmp_path, 10)
+    victim = path / "__0_0.distcp"
+    whole = victim.read_bytes()
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]["__0_0.distcp"]) == {"bytes", "xxh3_128"}
+    manifest["files"] = {
+        name: {
+            "bytes": (path / name).stat().st_size,
+            "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+        }
+        for name in manifest["files"]
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    code, out, _ = eth(capsys, "verify", tmp_path)
+    assert code == 0 and "is whole: 2 files" in out
+    assert json.loads(eth(capsys, "show", path)[1])["files"] == manifest["files"]
+    victim.write_bytes(whole[:-1] + b"x")
+    code, out, _ = eth(capsys, "verify", tmp_path)
+    assert code == 1 and f"{victim} was changed after it was written: its checksum is another" in out
+
+    manifest["files"]["__0_0.distcp"] |= {"xxh3_128": "0" * 32}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "a file has one checksum" in eth(capsys, "verify", tmp_path)[2]
 
 
 def test_only_a_checkpoint_is_deleted(run: StoragePath, capsys: pytest.CaptureFixture[str]) -> None:
