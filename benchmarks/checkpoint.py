@@ -3,14 +3,16 @@
 Ranks of the host's processor train one model. Three comparisons:
 
 * iterations of which all the time a save is under way, against some without one right before and right after. How much
-  longer those after are than those before is `control`: what the host does by itself. The copy to host memory, for
-  which training stands still, is told apart;
+  longer those after are than those before is `control`: what the host does by itself. What training stands still for
+  is told apart: the copy, before its next update, of what is not written by then (`copy_pause_seconds`).
+  `slowdown_with_pause` has it in;
 * in the first turns, a save with no training beside it against a plain copy of the very files that it wrote
   (`shutil.copyfile` and fsync, since a checkpoint is on the disk when it is called whole, at the low priority of a
   save), by the clock and in processor seconds;
 * in processes of its own, the peak of resident memory with saves over that before the first one, in parts of what the
-  rank saves: one part is the copy. There the C library gives each larger block back to the system at once. What it
-  otherwise keeps grows for the first hundred iterations, saves or none, by more than all that a save takes besides.
+  rank saves: at most one part is the copy. There the C library gives each larger block back to the system at once.
+  What it otherwise keeps grows for the first hundred iterations, saves or none, by more than all that a save takes
+  besides.
 
 `slowdown` is of the seconds in which the training thread ran, or stood still for anything but a processor: for a lock,
 for the interpreter, for memory. The kernel tells how long it was ready to run and had to wait for a core
@@ -42,6 +44,7 @@ from rank_processes import meet, run_ranks
 
 from actors.checkpoints import checkpoint_path, latest
 from actors.engine.checkpoint import SavedCheckpoint, give_way
+from actors.engine.late_copy import LateCopies
 from actors.engine.trainer import Trainer, TrainerConfig
 from planner.plan import Plan
 
@@ -65,10 +68,15 @@ MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 
 @dataclass(frozen=True)
 class Stretch:
-    """Seconds of some iterations, one by one: by the clock, and without the wait for a core."""
+    """Seconds of some iterations, one by one, what they stood still for copies left out: by the clock, and without the
+    wait for a core."""
 
     wall: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
+
+    def add(self, wall: float, own: float) -> None:
+        self.wall.append(wall)
+        self.own.append(own)
 
     def over(self, *others: Stretch) -> tuple[float, float]:
         """How much longer these iterations are, as a share: without the wait for a core, and by the clock."""
@@ -76,6 +84,17 @@ class Stretch:
             statistics.mean(self.own) / statistics.mean(one for other in others for one in other.own) - 1,
             statistics.mean(self.wall) / statistics.mean(one for other in others for one in other.wall) - 1,
         )
+
+
+class Timer:
+    """Seconds since it was made: by the clock, and without this thread's wait for a core."""
+
+    def __init__(self) -> None:
+        self._start, self._waited = time.perf_counter(), _waited_for_core()
+
+    def told(self) -> tuple[float, float]:
+        wall = time.perf_counter() - self._start
+        return wall, wall - (_waited_for_core() - self._waited)
 
 
 @dataclass(frozen=True)
@@ -94,19 +113,24 @@ class Turn:
     before: Stretch
     saving: Stretch
     after: Stretch
+    pause: float
+    """Seconds that training stood still for copies while saving, without the wait for a core."""
     beside: SavedCheckpoint | None
 
     def slowdown(self) -> tuple[float, float]:
         """Of iterations while saving, as `Stretch.over`."""
         return self.saving.over(self.before, self.after)
 
+    def slowdown_with_pause(self) -> float:
+        """The same with the pause, without the wait for a core."""
+        usual = statistics.mean(self.before.own + self.after.own)
+        return self.slowdown()[0] + self.pause / len(self.saving.own) / usual
+
 
 @dataclass(frozen=True)
 class RankTurns:
-    """A rank's turns. Rank 0 alone knows the pause that its first save took, and what saves alone and plain copies
-    cost."""
+    """A rank's turns. Rank 0 alone knows what saves alone and plain copies cost."""
 
-    first_pause_seconds: float
     turns: list[Turn]
     compared: list[tuple[Cost, Cost]]
 
@@ -118,14 +142,21 @@ class Rank:
         self._trainer, self._store, self._folder = trainer, store, folder
         self._world_size = world_size
         self._iteration = 0
+        self._pauses = Stretch()
+        take = LateCopies.take
+
+        def timed(copies: LateCopies) -> None:
+            timer = Timer()
+            take(copies)
+            self._pauses.add(*timer.told())
+
+        LateCopies.take = timed
         for _ in range(WARM_UP):
             self._iterate()
 
     def turns(self, count: int) -> RankTurns:
         """So many, after a first save that does not count."""
-        # The first save takes the memory for its copy, which the others then have.
-        first = self._saved_alone()
-        pause = 0.0 if first is None else first.pause_seconds
+        self._saved_alone()
         found, compared = [], []
         for number in range(count):
             found.append(self._turn())
@@ -133,7 +164,7 @@ class Rank:
                 print(told(found[-1]), flush=True)
             if number < COMPARISONS:
                 compared.append(self._without_training())
-        return RankTurns(pause, found, compared)
+        return RankTurns(found, compared)
 
     def memory(self) -> float:
         """How much higher the peak of resident memory is after some saves than before the first, in parts of what this
@@ -147,16 +178,18 @@ class Rank:
 
     def _turn(self) -> Turn:
         before, saving, after = Stretch(), Stretch(), Stretch()
+        self._pauses = Stretch()
         for _ in range(NEIGHBOURS):
             self._timed(before)
         saved = self._saving(saving)
+        pause = sum(self._pauses.own)
         for _ in range(NEIGHBOURS):
             self._timed(after)
-        return Turn(before, saving, after, saved)
+        return Turn(before, saving, after, pause, saved)
 
     def _saving(self, stretch: Stretch) -> SavedCheckpoint | None:
         """The iterations of which all the time a save is under way; the save, None on ranks other than 0."""
-        # The copy falls into this iteration, which does not count.
+        # The save begins at the end of this iteration, which does not count.
         told = self._iterate(checkpoint_path(self._folder, self._iteration + 1))
         while not (ended := self._heard(told)):
             told = self._timed(stretch)
@@ -171,11 +204,10 @@ class Rank:
         return self._trainer.run_iteration(self._iteration, checkpoint).saved
 
     def _timed(self, stretch: Stretch) -> tuple[SavedCheckpoint, ...]:
-        wall, waited = time.perf_counter(), _waited_for_core()
+        timer, pauses = Timer(), len(self._pauses.wall)
         told = self._iterate()
-        wall = time.perf_counter() - wall
-        stretch.wall.append(wall)
-        stretch.own.append(wall - (_waited_for_core() - waited))
+        wall, own = timer.told()
+        stretch.add(wall - sum(self._pauses.wall[pauses:]), own - sum(self._pauses.own[pauses:]))
         return told
 
     def _heard(self, told: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint | None]:
@@ -267,7 +299,8 @@ def told(turn: Turn) -> str:
     }
     own, wall = (", ".join(f"{mean:.3f}" for mean in means[name]) for name in ("own", "wall"))
     return (
-        f"before, {len(turn.saving.wall)} iterations while saving, and after: {own} s (by the clock {wall} s)"
+        f"before, {len(turn.saving.wall)} iterations while saving, and after: {own} s (by the clock {wall} s),"
+        f" and {turn.pause:.3f} s for copies"
     )
 
 
@@ -291,8 +324,9 @@ def figures(by_rank: Sequence[RankTurns]) -> dict[str, Any]:
         "control": _median([turn.after.over(turn.before)[0] for turn in turns]),
         "wall_slowdown": _median(wall_slower),
         "wall_slowdown_interval": interval(wall_slower),
+        "slowdown_with_pause": _median([turn.slowdown_with_pause() for turn in turns]),
         "copy_pause_seconds": _median([saved.pause_seconds for saved in beside]),
-        "first_copy_pause_seconds": by_rank[0].first_pause_seconds,
+        "longest_copy_pause_seconds": max(saved.pause_seconds for saved in beside),
         "save_seconds": _median([saved.seconds for saved in beside]),
     } | compared_figures(by_rank[0].compared)
 

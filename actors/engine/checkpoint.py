@@ -44,6 +44,7 @@ from actors.checkpoints import (
     write_manifest,
 )
 from actors.engine.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
+from actors.engine.late_copy import Address, LateCopies
 from actors.engine.state_slices import StateSlice
 from actors.storage import StoragePath, remove_tree
 from planner.errors import UserError
@@ -55,7 +56,7 @@ _LEAST_URGENT = 19
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """How a save went, as rank 0 knows it. `seconds` counts from its begin; `pause_seconds` of them training
-    stood still, for the copy. A save that failed has an `error` and has left nothing; with a `prune_error` it is whole,
+    stood still, to copy. A save that failed has an `error` and has left nothing; with a `prune_error` it is whole,
     but older ones that should have gone could not be deleted."""
 
     iteration: int
@@ -73,33 +74,38 @@ class CheckpointWriter:
     `group` is a CPU group of the whole world that nothing else uses: its collectives run on this writer's thread,
     beside those of training. The newest `keep` checkpoints of a folder stay, and the best `keep_best`.
 
-    From the first save on the copy's memory, one shard on the host, is kept for the next one: fresh pages would make
-    training stand still for longer, and giving them back and taking them again disturbs it while it runs.
+    What it saves is written from where training holds it for as long as that changes nothing (`LateCopies`). Before it
+    does, training must call `before_update`, and stands still for a copy of what is not written yet: in host memory at
+    most one shard, and with a core to spare little or nothing. The copies' memory is kept for the next save: fresh
+    pages would make training stand still for longer, and giving them back and taking them again disturbs it.
     """
 
     def __init__(self, *, rank: int, group: dist.ProcessGroup, keep: int, keep_best: int) -> None:
         self._rank, self._group = rank, group
         self._keep, self._keep_best = keep, keep_best
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._kept: dict[Address, torch.Tensor] = {}
+        self._copies: LateCopies | None = None
         self._thread: threading.Thread | None = None
         self._saved: list[SavedCheckpoint] = []
 
     def begin(self, path: StoragePath, slices: Iterable[StateSlice], manifest: Manifest) -> None:
-        """Copy what this rank saves, and write it while training goes on. Waits for the save before it."""
+        """Write what this rank saves while training goes on. Waits for the save before it."""
         start = time.monotonic()
         self._join()
-        staged = [self._staged(piece) for piece in slices if piece.owned]
-        pause = time.monotonic() - start
+        waited = time.monotonic() - start
+        self._copies = LateCopies((piece for piece in slices if piece.owned), self._kept)
         self._thread = threading.Thread(
-            target=self._save, args=(path, staged, manifest, start, pause), name="checkpoint", daemon=True
+            target=self._save,
+            args=(path, self._copies, manifest, start, waited),
+            name="checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
-    def _staged(self, piece: StateSlice) -> StateSlice:
-        address = piece.key, piece.offsets
-        copy = piece.staged(self._buffers.get(address))
-        self._buffers[address] = copy.tensor
-        return copy
+    def before_update(self) -> None:
+        """Training is about to change what is saved: copy what the save under way has not written yet."""
+        if self._copies is not None:
+            self._copies.take()
 
     def poll(self) -> tuple[SavedCheckpoint, ...]:
         """The saves that have ended since the last call; on ranks other than 0 none."""
@@ -114,15 +120,15 @@ class CheckpointWriter:
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self._copies = None
 
     def _save(
-        self, path: StoragePath, staged: Sequence[StateSlice], manifest: Manifest, start: float, pause: float
+        self, path: StoragePath, copies: LateCopies, manifest: Manifest, start: float, waited: float
     ) -> None:
         give_way()
         error, prune_error, size = None, None, 0
         try:
-            size = _write(path, staged, manifest, rank=self._rank, group=self._group)
+            size = _write(path, copies, manifest, rank=self._rank, group=self._group)
         # A save that fails, on a full disk say, must not end training.
         except (Exception, dcp.api.CheckpointException) as failure:
             error = _cause(failure)
@@ -131,8 +137,10 @@ class CheckpointWriter:
                 with contextlib.suppress(OSError):
                     (path / MANIFEST).unlink(missing_ok=True)
                     remove_tree(path)
+        finally:
+            copies.close()
         if self._rank == 0:
-            seconds = time.monotonic() - start
+            seconds, pause = time.monotonic() - start, waited + copies.pause_seconds
             if error is None:
                 prune_error = self._prune(path.parent)
             self._saved.append(
@@ -180,11 +188,11 @@ def load_slices(path: StoragePath, slices: Iterable[StateSlice]) -> None:
 
 
 class _SliceSavePlanner(DefaultSavePlanner):
-    """Writes slices; the state dict that DCP passes around stays empty."""
+    """Tells which slices are written; the state dict that DCP passes around stays empty."""
 
     def __init__(self, slices: Sequence[StateSlice]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._slices = {(piece.key, piece.offsets): piece for piece in slices}
+        self._slices = slices
 
     def set_up_planner(
         self,
@@ -195,12 +203,7 @@ class _SliceSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(piece) for piece in self._slices.values()])
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        offsets = write_item.index.offset
-        assert offsets is not None
-        return self._slices[write_item.index.fqn, tuple(offsets)].tensor
+        return SavePlan([_write_item(piece) for piece in self._slices])
 
 
 class _SliceLoadPlanner(LoadPlanner):
@@ -268,7 +271,7 @@ def _write_item(piece: StateSlice) -> WriteItem:
 
 def _write(
     path: StoragePath,
-    staged: Sequence[StateSlice],
+    copies: LateCopies,
     manifest: Manifest,
     *,
     rank: int,
@@ -276,13 +279,11 @@ def _write(
 ) -> int:
     """Write one checkpoint, a collective of the world: data, sums of every rank's files, manifest. The bytes
     of all of it."""
-    writer = CheckpointFileWriter(path)
-    # Sums of its own that torch would add to every tensor tell nothing that ours of the files do not.
-    torch.serialization.set_crc32_options(False)
+    writer = CheckpointFileWriter(path, copies)
     dcp.save(
         {},
         storage_writer=writer,
-        planner=_SliceSavePlanner(staged),
+        planner=_SliceSavePlanner(copies.slices),
         process_group=group,
     )
     told: list[dict[str, FileSum]] = [{}] * dist.get_world_size(group)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from actors.checkpoints import FileSum, Summing
+from actors.engine.late_copy import PIECE_BYTES, LateCopies
 from actors.storage import RemotePath, StoragePath, rename
 
 METADATA = ".metadata"
-# What is summed is still in the processor's cache when it is written; and for larger writes Linux looks for larger runs
-# of free memory, which may take it several times as long as the writing.
-_PIECE_BYTES = 512 << 10
 # All that torch writes into `.metadata`, beside the names of dtypes.
 _NAMES = {
     "torch": ("Size",),
@@ -43,11 +45,13 @@ _NAMES = {
 
 
 class CheckpointFileWriter(dcp.FileSystemWriter):
-    """Writes one rank's file of a checkpoint, and on rank 0 `.metadata`; `sums` then has what it wrote."""
+    """Writes one rank's file of a checkpoint, of the slices of `copies`, and on rank 0 `.metadata`; `sums` then has
+    what it wrote."""
 
-    def __init__(self, folder: StoragePath) -> None:
+    def __init__(self, folder: StoragePath, copies: LateCopies) -> None:
         # What is closed is there: only a disk has more to do.
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
+        self._copies = copies
         self._files = _Files()
         self.fs = self._files  # type: ignore[assignment]
         self.path = folder  # type: ignore[assignment]
@@ -56,6 +60,43 @@ class CheckpointFileWriter(dcp.FileSystemWriter):
     def sums(self) -> dict[str, FileSum]:
         """The files that this process has written, by name."""
         return dict(self._files.sums)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's own, to the byte, but for where a tensor's bytes come from: its writer would want whole tensors,
+        which nothing changes."""
+        # Sums of its own that torch would add to every tensor tell nothing that ours of the files do not.
+        torch.serialization.set_crc32_options(False)
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with self._files.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            results = [self._write_item(stream, name, item) for item in plan.items]
+            if self.sync_files:
+                stream.flush()
+                os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_item(self, stream: _Summing, name: str, item: WriteItem) -> WriteResult:
+        assert item.index.offset is not None
+        address = item.index.fqn, tuple(item.index.offset)
+        tensor, start = self._copies.slice(address).tensor, stream.bytes
+        filled = _Filled(stream, self._copies.pieces(address))
+        try:
+            # Torch leaves room for what the tensor holds: this one's memory is never touched, and so takes none.
+            with torch.serialization.skip_data():
+                torch.save(torch.empty(tensor.shape, dtype=tensor.dtype), cast(IO[bytes], filled))
+        except Exception:
+            if filled.failure is None:
+                raise
+        if filled.failure is not None:
+            # Of a full disk torch says that positions do not agree.
+            raise filled.failure
+        if not filled.room == filled.bytes == tensor.nbytes:
+            raise RuntimeError(
+                f"torch left room for {filled.room} bytes of {item.index} and {filled.bytes} came, of {tensor.nbytes}"
+            )
+        length = stream.bytes - start
+        return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
     @property
     def checkpoint_id(self) -> str:
@@ -133,13 +174,15 @@ class _Summing:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._summing = stream, Summing()
+        self.bytes = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, view.nbytes, _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
+        for start in range(0, view.nbytes, PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
             self._summing.update(piece)
             self._stream.write(piece)
+        self.bytes += view.nbytes
         return view.nbytes
 
     def sum(self) -> FileSum:
@@ -147,6 +190,40 @@ class _Summing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _Filled:
+    """Passes what torch writes of a tensor to a stream, and `pieces` where torch leaves room for its bytes."""
+
+    def __init__(self, stream: _Summing, pieces: Iterator[memoryview]) -> None:
+        self._stream, self._pieces = stream, pieces
+        self.room, self.bytes = 0, 0
+        """Bytes that torch left room for, and that were filled."""
+        self.failure: Exception | None = None
+        """What went wrong first."""
+
+    def write(self, data: Any) -> int:
+        with self._kept_failure():
+            return self._stream.write(data)
+
+    def seek(self, size: int, whence: int) -> None:
+        """Fill room of so many bytes."""
+        assert whence == os.SEEK_CUR, whence
+        self.room += size
+        with self._kept_failure():
+            for piece in self._pieces:
+                self.bytes += self._stream.write(piece)
+
+    @contextmanager
+    def _kept_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
+    def flush(self) -> None:
+        """The stream's own time is when all tensors are written."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -188,14 +188,13 @@ class Trainer:
         self._iterations += 1
         steps, late_steps = self._device.steps, self._device.late_steps
         waited, start = self._batches.waited_seconds, time.monotonic()
-        measured = self._iterations <= MEASURED_ITERATIONS
-        with self._device.measuring() if measured else contextlib.nullcontext():
+        with self._measuring():
             gradients = self.compute_gradients(iteration)
-            update_start = time.monotonic()
-            update = self._decide(iteration, gradients.agreed)
-            if update:
-                self.apply_gradients(iteration, gradients)
-                self._state.updates += 1
+        update_start = time.monotonic()
+        update = self._decide(iteration, gradients.agreed)
+        if update:
+            self.apply_gradients(iteration, gradients)
+            self._state.updates += 1
         end = time.monotonic()
         return IterationReport(
             iteration=iteration,
@@ -246,14 +245,22 @@ class Trainer:
 
     def apply_gradients(self, iteration: int, gradients: Gradients) -> None:
         """Clip and update the parameters."""
-        with self._device.step("optimizer"):
-            self._update.optimizer.step(
-                gradient_norm=gradients.agreed.norm,
-                learning_rate=self._learning_rate(iteration),
-                loss_scale=gradients.loss_scale,
-            )
-        self._update.optimizer.gather()
-        self._device.synchronize()
+        # Not measured: copies that a save needs are no memory of the device.
+        self._state.before_update()
+        with self._measuring():
+            with self._device.step("optimizer"):
+                self._update.optimizer.step(
+                    gradient_norm=gradients.agreed.norm,
+                    learning_rate=self._learning_rate(iteration),
+                    loss_scale=gradients.loss_scale,
+                )
+            self._update.optimizer.gather()
+            self._device.synchronize()
+
+    def _measuring(self) -> contextlib.AbstractContextManager[None]:
+        """Watches the memory of the first iterations."""
+        measured = self._iterations <= MEASURED_ITERATIONS
+        return self._device.measuring() if measured else contextlib.nullcontext()
 
     def _learning_rate(self, iteration: int) -> float:
         training = self._config.training

@@ -77,6 +77,10 @@ class TrainingState:
         )
         self._writer.begin(path, self._slices(), manifest)
 
+    def before_update(self) -> None:
+        """To be called before anything changes parameters or optimizer state: a save may be reading them."""
+        self._writer.before_update()
+
     def poll(self) -> tuple[SavedCheckpoint, ...]:
         """The saves that have ended since the last call, on rank 0."""
         return self._writer.poll()
@@ -92,6 +96,7 @@ class TrainingState:
         check_continues(
             manifest, model=self._plan.model, training=self._training, data=self._data, source=path
         )
+        self.before_update()
         load_slices(path, self._slices())
         progress = manifest.progress
         self.updates = progress.updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from actors.checkpoints import (
     read_manifest,
 )
 from actors.engine.checkpoint import load_slices
+from actors.engine.checkpoint_files import CheckpointFileReader
 from actors.engine.state_slices import StateSlice
 from actors.engine.trainer import TrainerConfig
 from actors.job import Optimizer
@@ -150,6 +152,19 @@ def test_another_model_or_text_does_not_go_on(saved_once: Path) -> None:
     text = manifest.data.model_copy(update={"name": "abc"})
     with pytest.raises(UserError, match="another text"):
         check_continues(manifest, **(given | {"data": text}))
+
+
+def test_every_tensor_lies_as_torch_writes_it(saved_once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.serialization.config.save, "compute_crc32", False)
+    places = CheckpointFileReader(saved_once).read_metadata().storage_data
+    for place in places.values():
+        with (saved_once / place.relative_path).open("rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
+        again = io.BytesIO()
+        torch.save(torch.load(io.BytesIO(content), weights_only=True), again)
+        assert again.getvalue() == content
+    assert len(places) == 3 * len(model_parameters(STAGES.model))
 
 
 def test_a_truncated_file_is_named(saved: Path) -> None:

@@ -62,7 +62,7 @@ def test_saves_are_measured_beside_training_and_a_plain_copy(tmp_path: Path, ran
     assert 300_000 < result["checkpoint_bytes"] < 3_000_000
     assert result["iterations_while_saving"] >= 2
     assert result["slowdown_interval"][0] <= result["slowdown"] <= result["slowdown_interval"][1]
-    assert 0 < result["copy_pause_seconds"] < result["save_seconds"]
+    assert 0 <= result["copy_pause_seconds"] <= result["longest_copy_pause_seconds"] < result["save_seconds"]
     assert result["peak_memory_shards"] >= 0
     assert result["of_plain_copy"] > 0 and result["plain_copy_bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
 from actors.checkpoints import check_whole, checkpoint_path, checkpoints, incomplete
-from actors.engine.checkpoint import SavedCheckpoint
-from actors.engine.checkpoint_files import _Summing
+from actors.engine.checkpoint import SavedCheckpoint, _SliceSavePlanner
+from actors.engine.checkpoint_files import CheckpointFileWriter, _Summing
+from actors.engine.late_copy import LateCopies
+from actors.engine.state_slices import StateSlice
 from actors.engine.trainer import TrainerConfig
 from actors.storage import RemotePath, StoragePath
 from tests.engine.law_plans import plan_of
@@ -76,6 +82,26 @@ def test_a_full_disk_fails_the_save_alone(rank_pool: RankPool, tokens: Path, tmp
             check_whole(checkpoint)
         # What was half written takes no room.
         assert before - free_bytes(disk) < 1.2 * sum(saved.bytes for saved in ranks[0]) + (1 << 20)
+
+
+@pytest.mark.parametrize("room", [0, 100, 700, 100_000, 600_000, 800_800])
+def test_a_full_disk_is_told_wherever_in_a_file_it_is_met(tmp_path: Path, room: int) -> None:
+    tensor = torch.ones(200_000)
+    copies = LateCopies([StateSlice("model.large", (200_000,), (0,), tensor, owned=True)], {})
+    write, taken = _Summing.write, 0
+
+    def to_small_disk(self: _Summing, data: memoryview) -> int:
+        nonlocal taken
+        taken += len(data)
+        if taken > room:
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    plan = dataclasses.replace(
+        _SliceSavePlanner(copies.slices).create_local_plan(), storage_data=_StoragePrefix("__0_")
+    )
+    with patch.object(_Summing, "write", to_small_disk), pytest.raises(OSError, match="No space left"):
+        CheckpointFileWriter(tmp_path, copies).write_data(plan, DefaultSavePlanner())
 
 
 def _train_through_outage(
