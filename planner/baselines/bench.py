@@ -15,14 +15,14 @@ from planner.baselines.forms import Form, covered, tp_degrees
 from planner.baselines.memory_savers import Zero, ZeroStage, zero_order
 from planner.baselines.seats import seat
 from planner.baselines.sketch import Chain, Settled, Sketch
-from planner.baselines.splits import LayerPlan, Splitter
+from planner.baselines.splits import ROUND_OFF, Splitter
 from planner.baselines.stage_figures import SharedFigures
 from planner.cost.models import CostModels
 from planner.cost.plan_memory import check_memory
 from planner.cost.price import iteration_seconds, with_prediction
 from planner.errors import UserError
 from planner.local_batches import Pace
-from planner.plan import PipelinePlan, Plan, StagePlan
+from planner.plan import PipelinePlan, Plan
 from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search.assemble import plan_of
@@ -141,6 +141,11 @@ class Bench:
         period = self.layers / speed
         return period * (len(chain) + micro_batches - 1)
 
+    def may_be_of_use(self, speed: float, periods: int) -> bool:
+        """Whether the quick estimate of so many layers a second may be below what is to be beaten; the others would
+        not be looked at."""
+        return self.layers / speed * periods <= self.budget.upper * (1 + ROUND_OFF)
+
     def settle(
         self,
         sketch: Sketch,
@@ -198,52 +203,20 @@ class Bench:
         samples = share(paces)
         if min(samples) < 1:
             return None
-        pipelines = tuple(
-            self._pipeline(index, chain, devices, split, size, count)
-            for index, (chain, devices, split, count) in enumerate(
-                zip(sketch.pipelines, seats, splits, samples, strict=True)
-            )
-        )
         ends = [pace.end_seconds(pace.micro_batches(n)) for pace, n in zip(paces, samples, strict=True)]
         after = max(
             self._after.seconds(chain, split.layers, zero)
             for chain, split in set(zip(sketch.pipelines, splits, strict=True))
         )
-        return Settled(sketch, zero_stage, pipelines, tuple(paces), max(ends), max(ends) + after)
-
-    def _pipeline(
-        self,
-        index: int,
-        chain: Chain,
-        devices: Sequence[tuple[str, ...]],
-        split: LayerPlan,
-        size: int,
-        samples: int,
-    ) -> PipelinePlan:
-        stages, first = [], 0
-        for number, (form, ids, count, cut, recompute) in enumerate(
-            zip(chain, devices, split.layers, split.cuts, split.recompute, strict=True)
-        ):
-            stages.append(
-                StagePlan(
-                    devices=ids,
-                    tp=form.tp,
-                    dp=len(form.replicas),
-                    rows=tuple(rows for _, rows in form.replicas),
-                    layers=(first, first + count),
-                    embedding=number == 0,
-                    head=number == len(chain) - 1,
-                    sequence_parallel=cut,
-                    recompute=dict(recompute),
-                )
-            )
-            first += count
-        return PipelinePlan(
-            id=index,
-            micro_batch_size=size,
-            samples=samples,
-            local_batch_size=-(-samples // size) * size,
-            stages=tuple(stages),
+        return Settled(
+            sketch,
+            zero_stage,
+            tuple(map(tuple, seats)),
+            tuple(splits),
+            tuple(samples),
+            tuple(paces),
+            max(ends),
+            max(ends) + after,
         )
 
     def best(
@@ -292,11 +265,17 @@ class Bench:
             order.append((quick, sketch))
         return sorted(order, key=lambda one: one[0])
 
-    def priced(self, found: Iterable[Settled]) -> list[tuple[float, Settled, Plan]]:
-        """Their full prices, best first, of those that may be of use."""
-        priced = []
+    def priced(self, found: Sequence[Settled]) -> list[tuple[float, Settled, Plan]]:
+        """Their full prices, best first, of those that may be of use.
+
+        Where nobody is told of the others, only those are sure to be priced that may be among the best `starts`: no
+        price is below its Eq. 1.
+        """
+        priced: list[tuple[float, Settled, Plan]] = []
+        few = self.budget.starts if self._offer is ignore else len(found)
         for settled in found:
-            if not self.of_use(settled.end_seconds):
+            least = settled.end_seconds * (1 - ROUND_OFF)
+            if not self.of_use(settled.end_seconds) or sum(one[0] < least for one in priced) >= few:
                 continue
             plan = self.price(self.plan(settled.pipelines, settled.zero_stage))
             assert plan.predicted is not None
@@ -314,9 +293,9 @@ class Bench:
         self._offer(priced)
         return priced
 
-    def finished(self, settled: Settled) -> Plan:
+    def finished(self, settled: Settled, priced: Plan) -> Plan:
         """The priced plan, with statistics; without ZeRO where that fits as well and is quicker."""
-        found = [self.price(self.plan(settled.pipelines, settled.zero_stage))]
+        found = [priced]
         if settled.zero_stage and 0 in self.zero_stages:
             plain = self.plan(settled.pipelines, 0)
             if plan_fits(plain):

@@ -69,12 +69,12 @@ def plan(
     if not priced:
         raise bench.cannot_fit("no number of equal pipelines of TP groups holds it")
     best = None
-    for seconds, settled, _ in priced[: bench.budget.starts]:
-        progress(f"hexiscale: {seconds:.4g} s, stage by stage")
-        found = _improved(bench, seconds, settled, settle)
+    for start in priced[: bench.budget.starts]:
+        progress(f"hexiscale: {start[0]:.4g} s, stage by stage")
+        found = _improved(bench, start, settle)
         best = found if best is None or found[0] < best[0] else best
     assert best is not None
-    return bench.finished(best[1])
+    return bench.finished(*best[1:])
 
 
 def _sketches(bench: Bench) -> Iterator[Sketch]:
@@ -136,10 +136,11 @@ def _dealt(
 
 
 def _improved(
-    bench: Bench, seconds: float, settled: Settled, settle: Callable[[Sketch], Settled | None]
-) -> tuple[float, Settled]:
+    bench: Bench, found: tuple[float, Settled, Plan], settle: Callable[[Sketch], Settled | None]
+) -> tuple[float, Settled, Plan]:
     """Changes one stage, or two neighbours, of all like pipelines, as long as the price falls."""
     for _ in range(_ROUNDS if sum(bench.counts.values()) <= 256 else _ROUNDS // 2):
+        settled = found[1]
         sketch = settled.sketch
         others = [
             Sketch(
@@ -156,10 +157,10 @@ def _improved(
             key=lambda one: one.estimate,
         )
         priced = bench.priced(promising[:4])
-        if not priced or priced[0][0] >= seconds * (1 - 1e-9):
-            return seconds, settled
-        seconds, settled, _ = priced[0]
-    return seconds, settled
+        if not priced or priced[0][0] >= found[0] * (1 - 1e-9):
+            return found
+        found = priced[0]
+    return found
 
 
 def _changes(bench: Bench, chain: Chain, size: int) -> Iterator[Chain]:

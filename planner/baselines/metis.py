@@ -52,11 +52,11 @@ def plan(
     found = best_pipeline(bench, progress=progress)
     if found is None:
         raise bench.cannot_fit("one pipeline over all devices cannot hold it")
-    return bench.finished(found)
+    return bench.finished(*found)
 
 
-def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled | None:
-    """The best pipeline over all devices of the bench's cluster, with the whole batch."""
+def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> tuple[Settled, Plan] | None:
+    """The best pipeline over all devices of the bench's cluster, with the whole batch, and its plan, priced."""
     batch = bench.request.global_batch_size
 
     def everything(paces: Sequence[Pace]) -> list[int]:
@@ -69,48 +69,53 @@ def best_pipeline(bench: Bench, *, progress: Callable[[str], None]) -> Settled |
     priced = bench.best(
         _sketches(bench), settle, micro_batches=lambda sketch: -(-batch // sketch.micro_batch_size)
     )
-    best: tuple[float, Settled] | None = None
-    for seconds, settled, _ in priced[: bench.budget.starts]:
-        progress(f"metis: {seconds:.4g} s, stage by stage")
+    best: tuple[float, Settled, Plan] | None = None
+    for found in priced[: bench.budget.starts]:
+        progress(f"metis: {found[0]:.4g} s, stage by stage")
         if bench.budget.improves:
-            seconds, settled = _improved(bench, seconds, settled, settle)
-        if best is None or seconds < best[0]:
-            best = seconds, settled
-    return best[1] if best else None
+            found = _improved(bench, found, settle)
+        if best is None or found[0] < best[0]:
+            best = found
+    return best[1:] if best else None
 
 
 def _sketches(bench: Bench) -> Iterator[Sketch]:
-    devices = sum(bench.counts.values())
-    for size in bench.micro_batch_sizes(min(bench.request.global_batch_size, max(8, 2 * devices))):
+    devices, batch = sum(bench.counts.values()), bench.request.global_batch_size
+    for size in bench.micro_batch_sizes(min(batch, max(8, 2 * devices))):
+        micro_batches = -(-batch // size)
         by_type = [_fillings(bench, type_, size) for type_ in bench.counts]
         most = max(1, int(_MOST_COMBINATIONS ** (1 / len(by_type))))
         for order in itertools.permutations(range(len(by_type))):
-            for chains in itertools.product(*(by_type[k][:most] for k in order)):
-                if sum(map(len, chains)) <= bench.layers + 2:
-                    yield Sketch(size, (tuple(itertools.chain(*chains)),))
+            for parts in itertools.product(*(by_type[k][:most] for k in order)):
+                stages, speed = sum(len(chain) for chain, _ in parts), sum(speed for _, speed in parts)
+                if stages <= bench.layers + 2 and bench.may_be_of_use(speed, stages + micro_batches - 1):
+                    yield Sketch(size, (tuple(itertools.chain(*(chain for chain, _ in parts))),))
     for tp in sorted(set.intersection(*(set(bench.degrees(type_)) for type_ in bench.counts))):
         for size, form in balanced_mixes(bench.cost, bench.counts, tp=tp, most_rows=_MOST_ROWS):
-            if size <= bench.request.global_batch_size:
+            if size <= batch:
                 yield Sketch(size, ((form,),))
 
 
-def _fillings(bench: Bench, type_: str, size: int) -> list[Chain]:
-    """All devices of a type as stages of one (tp, dp), the quickest layers first."""
+def _fillings(bench: Bench, type_: str, size: int) -> list[tuple[Chain, float]]:
+    """All devices of a type as stages of one (tp, dp), the quickest layers first; and layers a second of each."""
     count, found = bench.counts[type_], {}
     for tp in bench.degrees(type_):
         for dp in range(1, min(size, count // tp) + 1):
             if size % dp == 0:
                 chain = filled(type_, count, tp=tp, dp=dp, micro_batch_size=size)
-                if len(chain) <= bench.layers + 2 and all(map(bench.covers, chain)):
-                    found[chain] = sum(1 / bench.layer_seconds(form) for form in chain)
-    return sorted(found, key=lambda chain: (-found[chain], len(chain)))
+                forms = set(chain)
+                if len(chain) <= bench.layers + 2 and all(map(bench.covers, forms)):
+                    speeds = {form: 1 / bench.layer_seconds(form) for form in forms}
+                    found[chain] = sum(speeds[form] for form in chain)
+    return sorted(found.items(), key=lambda one: (-one[1], len(one[0])))
 
 
 def _improved(
-    bench: Bench, seconds: float, settled: Settled, settle: Callable[[Sketch], Settled | None]
-) -> tuple[float, Settled]:
+    bench: Bench, found: tuple[float, Settled, Plan], settle: Callable[[Sketch], Settled | None]
+) -> tuple[float, Settled, Plan]:
     """Changes one stage, or two neighbours, as long as the price falls."""
     for _ in range(_ROUNDS if sum(bench.counts.values()) <= 256 else _ROUNDS // 3):
+        settled = found[1]
         (chain,), size = settled.sketch.pipelines, settled.sketch.micro_batch_size
         changed = [settle(Sketch(size, (other,))) for other in dict.fromkeys(changes(bench, chain, size))]
         promising = sorted(
@@ -118,10 +123,10 @@ def _improved(
             key=lambda one: one.estimate,
         )
         priced = bench.priced(promising[:4])
-        if not priced or priced[0][0] >= seconds * (1 - 1e-9):
-            return seconds, settled
-        seconds, settled, _ = priced[0]
-    return seconds, settled
+        if not priced or priced[0][0] >= found[0] * (1 - 1e-9):
+            return found
+        found = priced[0]
+    return found
 
 
 def changes(bench: Bench, chain: Chain, size: int) -> Iterator[Chain]:

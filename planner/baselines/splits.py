@@ -8,35 +8,21 @@ position (sequence parallelism) where its layers then take less time, or fit onl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from planner.baselines.forms import Form
 from planner.baselines.least_seconds import LeastSeconds
 from planner.baselines.memory_savers import Zero
-from planner.baselines.sketch import Chain
+from planner.baselines.sketch import Chain, LayerPlan
 from planner.baselines.stage_figures import Nodes, Role, StageFigures
-from planner.cost.layer_flow import Recompute
 from planner.search.layer_split import Split, SplitStage, best_splits
 
 # Of sums of the same seconds in another order.
-_ROUND_OFF = 1e-9
+ROUND_OFF = 1e-9
 
 Variants = Sequence[SplitStage]
 """A stage with activations whole and, where it may, cut by position."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """Layers and recomputation of every stage, and whether it cuts activations by position; the sum of stage seconds
-    (fill) and the largest (period)."""
-
-    layers: tuple[int, ...]
-    cuts: tuple[bool, ...]
-    recompute: tuple[Recompute, ...]
-    fill_seconds: float
-    period_seconds: float
 
 
 class Splitter:
@@ -53,7 +39,7 @@ class Splitter:
         does."""
         if not self._figures.recomputes or self._upper == float("inf"):
             return False
-        return self._least.of(chain, micro_batches, layers) * (1 - _ROUND_OFF) >= self._upper
+        return self._least.of(chain, micro_batches, layers) * (1 - ROUND_OFF) >= self._upper
 
     def may_fit(self, chain: Chain, micro_batches: int, zero: Zero) -> bool:
         """Whether the model fits a chain, with everything recomputed where that is allowed."""
@@ -86,7 +72,7 @@ class Splitter:
         in_flight = [min(len(chain) - stage, micro_batches) for stage in range(len(chain))]
         ways = [
             self._figures.ways(role, alive)
-            for role, alive in zip(_roles(chain, zero), in_flight, strict=True)
+            for role, alive in zip(self._figures.roles(chain, zero), in_flight, strict=True)
         ]
         tables = [
             [self._figures.seconds(way, place) for way in own] for own, place in zip(ways, nodes, strict=True)
@@ -173,11 +159,11 @@ class Splitter:
         return Split(tuple(layers), sum(seconds), max(seconds))
 
     def _limits(
-        self, chain: Sequence[Form], micro_batches: int, zero: Zero, *, recomputed: bool
+        self, chain: Chain, micro_batches: int, zero: Zero, *, recomputed: bool
     ) -> list[tuple[int, int]]:
         """(fewest, most) layers of every stage; empty if the model does not fit."""
         count, found = len(chain), []
-        for stage, role in enumerate(_roles(chain, zero)):
+        for stage, role in enumerate(self._figures.roles(chain, zero)):
             fewest = 0 if role.embedding or role.head else 1
             alive = min(count - stage, micro_batches)
             most = max(self._figures.cap(way, alive, recomputed) for way in self._figures.ways(role, alive))
@@ -185,11 +171,6 @@ class Splitter:
                 return []
             found.append((fewest, most))
         return found if sum(most for _, most in found) >= self._figures.layers else []
-
-
-def _roles(chain: Sequence[Form], zero: Zero) -> list[Role]:
-    last = len(chain) - 1
-    return [Role(form, stage == 0, stage == last, zero) for stage, form in enumerate(chain)]
 
 
 def _merged(of_ways: Variants) -> SplitStage:

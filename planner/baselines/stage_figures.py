@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.baselines.forms import Form
-from planner.baselines.memory_savers import Zero
+from planner.baselines.memory_savers import Zero, ZeroStage
 from planner.baselines.sketch import Chain
 from planner.cost.exchange import Replica
 from planner.cost.memory import StageLoad
@@ -27,15 +27,20 @@ Nodes = tuple[int, ...]
 """Nodes of a stage's replicas."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Role:
-    """A form at its place in a pipeline: what its seconds and its memory depend on beside layers."""
+    """A form at its place in a pipeline: what its seconds and its memory depend on beside layers.
+
+    Made by `StageFigures.role` alone, once for each content, and compared by identity.
+    """
 
     form: Form
     embedding: bool
     head: bool
-    zero: Zero
-    cut: bool = False
+    zero_stage: ZeroStage
+    zero_ways: float
+    """Over how many devices the optimizer state is shared."""
+    cut: bool
     """Activations are cut by position."""
 
 
@@ -48,6 +53,7 @@ class StageFigures:
         self.layers = self.cost.model.layers
         self.recomputes, self._by_position = recompute, by_position
         self._recompute = models.recompute
+        self._roles: dict[tuple[Form, bool, bool, ZeroStage, float, bool], Role] = {}
         self._layer_seconds: dict[Form, float] = {}
         self._tables: dict[tuple[Form, bool, bool, bool], tuple[float, ...]] = {}
         self._ways_of: dict[tuple[Role, int], tuple[Role, ...]] = {}
@@ -55,6 +61,26 @@ class StageFigures:
         self._replays: dict[Role, FloatArray] = {}
         self._least: dict[tuple[Role, int, int], Replay | None] = {}
         self._receives: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def roles(self, chain: Chain, zero: Zero) -> list[Role]:
+        """Of the stages, with activations whole."""
+        between = {form: self._role(form, False, False, zero) for form in set(chain[1:-1])}
+        first, last = (
+            self._role(chain[0], True, len(chain) == 1, zero),
+            self._role(chain[-1], False, True, zero),
+        )
+        return [first, *(between[form] for form in chain[1:-1]), last][: len(chain)]
+
+    def _role(self, form: Form, embedding: bool, head: bool, zero: Zero) -> Role:
+        return self._interned(form, embedding, head, zero.stage, zero.ways(len(form.replicas)), False)
+
+    def _interned(
+        self, form: Form, embedding: bool, head: bool, zero_stage: ZeroStage, zero_ways: float, cut: bool
+    ) -> Role:
+        key = (form, embedding, head, zero_stage, zero_ways, cut)
+        if key not in self._roles:
+            self._roles[key] = Role(*key)
+        return self._roles[key]
 
     def layer_seconds(self, form: Form) -> float:
         """Seconds that one more layer of a micro-batch takes, with activations whole or cut, whichever is quicker."""
@@ -73,6 +99,7 @@ class StageFigures:
         return [self._table(form, embedding, head, cut) for cut in ways]
 
     def fewest_replay(self, role: Role, layers: int, in_flight: int) -> Replay | None:
+        """What the stage must recompute to fit; None if nothing is enough."""
         if layers <= self.cap(role, in_flight, False):
             return Replay((), (0.0,))
         key = (role, layers, in_flight)
@@ -119,7 +146,7 @@ class StageFigures:
     def seconds(self, role: Role, nodes: Nodes) -> tuple[float, ...]:
         """Seconds of a micro-batch by layers, without receiving and recomputation."""
         form, table = role.form, self._table(role.form, role.embedding, role.head, role.cut)
-        if role.zero.stage < 2 or len(form.replicas) < 2:
+        if role.zero_stage < 2 or len(form.replicas) < 2:
             return table
         shape = replace(_shape(form, nodes), embedding=role.embedding, head=role.head, zero_stage=2)
         none, one, two = (self.cost.scatter_seconds(replace(shape, layers=n)) for n in (0, 1, 2))
@@ -142,7 +169,7 @@ class StageFigures:
         """The role with activations whole and, where that may be better, cut by position."""
         key = (role, in_flight)
         if key not in self._ways_of:
-            cut = replace(role, cut=True)
+            cut = self._interned(role.form, role.embedding, role.head, role.zero_stage, role.zero_ways, True)
             better = self._may_cut(role.form) and (
                 self.cap(role, in_flight, False) < self.layers or self._is_ever_quicker(cut, role)
             )
@@ -158,17 +185,16 @@ class StageFigures:
         return self._by_position and cuts_positions(tp=form.tp, sequence_length=self.cost.sequence_length)
 
     def _load(self, role: Role, rows: int, layers: int, in_flight: int) -> StageLoad:
-        form, zero = role.form, role.zero
         return StageLoad(
-            tp=form.tp,
+            tp=role.form.tp,
             rows=rows,
             layers=layers,
             embedding=role.embedding,
             head=role.head,
             in_flight=in_flight,
-            zero_stage=zero.stage,
-            zero_ways=zero.ways(len(form.replicas)),
-            dp=len(form.replicas),
+            zero_stage=role.zero_stage,
+            zero_ways=role.zero_ways,
+            dp=len(role.form.replicas),
             sequence_parallel=role.cut,
         )
 

@@ -189,7 +189,8 @@ class _TypeSplit:
         for name in ("seen_count", "settled_count", "priced_count"):
             setattr(self.bench, name, getattr(self.bench, name) + getattr(bench, name))
         if found is not None:
-            yield _Candidate(found.pipelines[0], found.paces[0])
+            settled, _ = found
+            yield _Candidate(settled.pipelines[0], settled.paces[0])
 
     def _by_stage_search(self, type_: str, samples: int) -> Iterator[_Candidate]:
         nodes = self._nodes_of(type_)

@@ -89,19 +89,15 @@ def _cheapest(bench: Bench, settle: Callable[[ZeroStage, Sketch], Settled | None
 
 
 def _ordered(bench: Bench) -> list[tuple[float, Sketch]]:
-    """All rectangles with Eq. 1 of their layers alone, the least first; those that a profile covers."""
-    batch, found = bench.request.global_batch_size, []
-    for sketch in dict.fromkeys(_sketches(bench)):
-        if not all(bench.covers(form) for chain in sketch.pipelines for form in set(chain)):
-            continue
-        stages = len(sketch.pipelines[0])
-        micro_batches = batch // (len(sketch.pipelines) * sketch.micro_batch_size)
-        slowest = max(bench.layer_seconds(form) for chain in sketch.pipelines for form in set(chain))
-        found.append((slowest * bench.layers / stages * micro_batches, sketch))
-    return sorted(found, key=lambda one: one[0])
+    """All rectangles with Eq. 1 of their layers alone, the least first; those that a profile covers and that may be
+    quicker than what is to be beaten."""
+    found: dict[Sketch, float] = {}
+    for least, sketch in _sketches(bench):
+        found.setdefault(sketch, least)
+    return sorted(((least, sketch) for sketch, least in found.items()), key=lambda one: one[0])
 
 
-def _sketches(bench: Bench) -> Iterator[Sketch]:
+def _sketches(bench: Bench) -> Iterator[tuple[float, Sketch]]:
     batch = bench.request.global_batch_size
     stage_counts = [pp for pp in range(1, bench.layers + 1) if bench.layers % pp == 0]
     for types in _subsets(list(bench.counts)):
@@ -112,7 +108,10 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
                 for pp in stage_counts:
                     for dp in _replica_counts(len(groups) // pp, batch, size):
                         for chosen in _chosen(groups, pp * dp):
-                            yield from _arranged(chosen, pp, dp, size)
+                            slowest = max(bench.layer_seconds(form) for form in set(chosen))
+                            least = slowest * bench.layers / pp * (batch // (dp * size))
+                            if least < bench.budget.upper:
+                                yield from ((least, sketch) for sketch in _arranged(chosen, pp, dp, size))
 
 
 def _subsets(types: Sequence[str]) -> Iterator[tuple[str, ...]]:
