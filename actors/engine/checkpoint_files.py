@@ -91,6 +91,7 @@ class CheckpointFileWriter(dcp.FileSystemWriter):
         if filled.failure is not None:
             # Of a full disk torch says that positions do not agree.
             raise filled.failure
+        filled.finish()
         if not filled.room == filled.bytes == tensor.nbytes:
             raise RuntimeError(
                 f"torch left room for {filled.room} bytes of {item.index} and {filled.bytes} came, of {tensor.nbytes}"
@@ -193,37 +194,42 @@ class _Summing:
 
 
 class _Filled:
-    """Passes what torch writes of a tensor to a stream, and `pieces` where torch leaves room for its bytes."""
+    """Passes what torch writes of a tensor to a stream, and `pieces` where torch leaves room for its bytes.
+
+    Torch writes a tensor's head and foot in dozens of small parts: the stream gets them in one.
+    """
 
     def __init__(self, stream: _Summing, pieces: Iterator[memoryview]) -> None:
         self._stream, self._pieces = stream, pieces
+        self._small = bytearray()
         self.room, self.bytes = 0, 0
         """Bytes that torch left room for, and that were filled."""
         self.failure: Exception | None = None
-        """What went wrong first."""
+        """What went wrong while torch wrote."""
 
     def write(self, data: Any) -> int:
-        with self._kept_failure():
-            return self._stream.write(data)
+        self._small += data
+        return len(data)
 
     def seek(self, size: int, whence: int) -> None:
         """Fill room of so many bytes."""
         assert whence == os.SEEK_CUR, whence
         self.room += size
-        with self._kept_failure():
+        try:
+            self.finish()
             for piece in self._pieces:
                 self.bytes += self._stream.write(piece)
-
-    @contextmanager
-    def _kept_failure(self) -> Iterator[None]:
-        try:
-            yield
         except Exception as error:
-            self.failure = self.failure or error
+            self.failure = error
             raise
 
     def flush(self) -> None:
-        """The stream's own time is when all tensors are written."""
+        """For torch, that calls it at the end; `finish` is what comes then."""
+
+    def finish(self) -> None:
+        """Pass the small parts so far."""
+        small, self._small = self._small, bytearray()
+        self._stream.write(small)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
