@@ -106,12 +106,12 @@ def balanced_mixes(
         return
     types = list(counts)
     replicas = [counts[type_] // tp for type_ in types]
-    for first in range(1, most_rows + 1):
-        target = _layer_seconds(cost, types[0], tp, first)
+    tables = [[_layer_seconds(cost, type_, tp, n) for n in range(1, most_rows + 1)] for type_ in types]
+    for first, target in enumerate(tables[0], start=1):
         if target == float("inf"):
             continue
-        rows = [first, *(_rows_within(cost, type_, tp, target, most_rows) for type_ in types[1:])]
-        seconds = [_layer_seconds(cost, type_, tp, n) for type_, n in zip(types, rows, strict=True)]
+        rows = [first, *(_rows_within(table, target) for table in tables[1:])]
+        seconds = [table[n - 1] for table, n in zip(tables, rows, strict=True)]
         if max(seconds) < _MOST_WASTE * min(seconds):
             size = sum(n * count for n, count in zip(rows, replicas, strict=True))
             yield size, make_form(tp, tuple(map(Part, types, replicas, rows)))
@@ -140,9 +140,9 @@ def _row_vectors(replicas: Sequence[int], left: int) -> Iterator[tuple[int, ...]
             yield (rows, *rest)
 
 
-def _rows_within(cost: StageCost, type_: str, tp: int, target: float, most_rows: int) -> int:
-    """The rows that take closest to `target` seconds."""
-    return min(range(1, most_rows + 1), key=lambda rows: abs(_layer_seconds(cost, type_, tp, rows) - target))
+def _rows_within(table: Sequence[float], target: float) -> int:
+    """The rows that take closest to `target` seconds, of seconds by rows from 1."""
+    return min(range(1, len(table) + 1), key=lambda rows: abs(table[rows - 1] - target))
 
 
 def _layer_seconds(cost: StageCost, type_: str, tp: int, rows: int) -> float:

@@ -92,10 +92,11 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
                 continue
             fastest = _fastest_first(bench, groups)
             total = sum(speed for speed, _, _ in fastest)
-            for count in _pipeline_counts(sum(map(len, groups)), batch):
-                # The slowest pipeline has no more than an equal part of all speed.
-                least = bench.layers * count / total * -(-batch // (count * size))
-                if size > -(-batch // count) or least > bench.budget.upper:
+            stages = sum(map(len, groups))
+            for count in _pipeline_counts(stages, batch):
+                # Of the pipelines' periods over their speeds the largest is no less than all periods over all speeds.
+                periods = stages + count * (-(-batch // (count * size)) - 1)
+                if size > -(-batch // count) or not bench.may_be_of_use(total, periods):
                     continue
                 dealt = _dealt(bench, groups, fastest, count)
                 if dealt is None:

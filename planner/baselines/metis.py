@@ -85,8 +85,9 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
         micro_batches = -(-batch // size)
         by_type = [_fillings(bench, type_, size) for type_ in bench.counts]
         most = max(1, int(_MOST_COMBINATIONS ** (1 / len(by_type))))
+        by_type = _promising(bench, [own[:most] for own in by_type], micro_batches)
         for order in itertools.permutations(range(len(by_type))):
-            for parts in itertools.product(*(by_type[k][:most] for k in order)):
+            for parts in itertools.product(*(by_type[k] for k in order)):
                 stages, speed = sum(len(chain) for chain, _ in parts), sum(speed for _, speed in parts)
                 if stages <= bench.layers + 2 and bench.may_be_of_use(speed, stages + micro_batches - 1):
                     yield Sketch(size, (tuple(itertools.chain(*(chain for chain, _ in parts))),))
@@ -94,6 +95,23 @@ def _sketches(bench: Bench) -> Iterator[Sketch]:
         for size, form in balanced_mixes(bench.cost, bench.counts, tp=tp, most_rows=_MOST_ROWS):
             if size <= batch:
                 yield Sketch(size, ((form,),))
+
+
+def _promising(
+    bench: Bench, by_type: Sequence[list[tuple[Chain, float]]], micro_batches: int
+) -> list[list[tuple[Chain, float]]]:
+    """Those that may be of use beside the quickest ones of the other types, had these no more than a stage each."""
+    quickest = [max((speed for _, speed in own), default=0.0) for own in by_type]
+    return [
+        [
+            (chain, speed)
+            for chain, speed in own
+            if bench.may_be_of_use(
+                sum(quickest) - most + speed, len(chain) + len(by_type) - 1 + micro_batches - 1
+            )
+        ]
+        for own, most in zip(by_type, quickest, strict=True)
+    ]
 
 
 def _fillings(bench: Bench, type_: str, size: int) -> list[tuple[Chain, float]]:

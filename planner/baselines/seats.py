@@ -37,12 +37,17 @@ def _seat(
     for pipeline, stage in stages:
         form = pipelines[pipeline][stage]
         devices: list[str] = []
-        for type_, _ in form.replicas:
-            node = _node(free.get(type_, []), form.tp)
-            if node is None:
-                return None
-            devices += node[: form.tp]
-            del node[: form.tp]
+        for part in form.parts:
+            left = part.replicas
+            while left:
+                node = _node(free.get(part.type, []), form.tp)
+                if node is None:
+                    return None
+                # A node that whole groups fill up is the first choice until it is empty.
+                groups = 1 if len(node) % form.tp else min(left, len(node) // form.tp)
+                devices += node[: groups * form.tp]
+                del node[: groups * form.tp]
+                left -= groups
         seats[pipeline][stage] = tuple(devices)
     return seats
 

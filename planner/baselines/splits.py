@@ -8,11 +8,10 @@ position (sequence parallelism) where its layers then take less time, or fit onl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from planner.baselines.least_seconds import LeastSeconds
+from planner.baselines.least_seconds import LeastSeconds, Table
 from planner.baselines.memory_savers import Zero
 from planner.baselines.sketch import Chain, LayerPlan
 from planner.baselines.stage_figures import Nodes, Role, StageFigures
@@ -33,6 +32,8 @@ class Splitter:
         self._figures, self._upper = figures, upper
         self._least = LeastSeconds(figures)
         self._splits: dict[tuple[object, ...], LayerPlan | None] = {}
+        self._recomputed: dict[tuple[Role, int, Table], tuple[Table, int]] = {}
+        self._merged: dict[tuple[tuple[Table, int], ...], Table] = {}
 
     def is_hopeless(self, chain: Chain, micro_batches: int, layers: Sequence[int] | None) -> bool:
         """Whether `split` would give up on the chain, told by its seconds alone; where nothing is recomputed it never
@@ -121,10 +122,13 @@ class Splitter:
 
     def _recomputing(self, stage: SplitStage, way: Role, in_flight: int) -> SplitStage:
         """The stage with the seconds of what it must recompute."""
-        replays = self._figures.replay_seconds(way, in_flight)
-        held = int(np.isfinite(replays).sum()) - 1
-        table = tuple(a + b for a, b in zip(stage.table, replays.tolist(), strict=True))
-        return replace(stage, table=table, most=min(stage.most, held))
+        key = (way, in_flight, stage.table)
+        if key not in self._recomputed:
+            replays = self._figures.replay_seconds(way, in_flight)
+            table = tuple(a + b for a, b in zip(stage.table, replays.tolist(), strict=True))
+            self._recomputed[key] = table, int(np.isfinite(replays).sum()) - 1
+        table, held = self._recomputed[key]
+        return SplitStage(table, stage.extra, stage.fewest, min(stage.most, held))
 
     def _settled(
         self,
@@ -149,7 +153,7 @@ class Splitter:
     def _of(
         self, variants: Sequence[Variants], layers: Sequence[int] | None, micro_batches: int
     ) -> Split | None:
-        stages = [_merged(of_ways) for of_ways in variants]
+        stages = [self._merge(of_ways) for of_ways in variants]
         if layers is None:
             found = best_splits(stages, layers=self._figures.layers, micro_batches=[micro_batches])
             return found[0] if found else None
@@ -157,6 +161,25 @@ class Splitter:
             return None
         seconds = [stage.seconds(count) for stage, count in zip(stages, layers, strict=True)]
         return Split(tuple(layers), sum(seconds), max(seconds))
+
+    def _merge(self, of_ways: Variants) -> SplitStage:
+        """The stage run, for each number of layers, in the quickest way in which they fit.
+
+        Its seconds grow with layers, so the least period is still found; where they are not convex, of splits with
+        that period one with a little more fill may be taken.
+        """
+        first = of_ways[0]
+        if len(of_ways) == 1:
+            return first
+        key = tuple((stage.table, stage.most) for stage in of_ways)
+        if key not in self._merged:
+            most = max(stage.most for stage in of_ways)
+            self._merged[key] = tuple(
+                min(stage.table[count] for stage in of_ways if count <= stage.most)
+                for count in range(most + 1)
+            )
+        table = self._merged[key]
+        return SplitStage(table, first.extra, first.fewest, len(table) - 1)
 
     def _limits(
         self, chain: Chain, micro_batches: int, zero: Zero, *, recomputed: bool
@@ -171,21 +194,6 @@ class Splitter:
                 return []
             found.append((fewest, most))
         return found if sum(most for _, most in found) >= self._figures.layers else []
-
-
-def _merged(of_ways: Variants) -> SplitStage:
-    """The stage run, for each number of layers, in the quickest way in which they fit.
-
-    Its seconds grow with layers, so the least period is still found; where they are not convex, of splits with that
-    period one with a little more fill may be taken.
-    """
-    if len(of_ways) == 1:
-        return of_ways[0]
-    most = max(stage.most for stage in of_ways)
-    table = tuple(
-        min(stage.table[count] for stage in of_ways if count <= stage.most) for count in range(most + 1)
-    )
-    return replace(of_ways[0], table=table, most=most)
 
 
 def _quickest(of_ways: Variants, layers: int) -> int:

@@ -208,15 +208,19 @@ class StageFigures:
 
     def _boundary(self, a: Form, nodes_a: Nodes, b: Form, nodes_b: Nodes) -> tuple[float, float]:
         """Seconds that b receives activations from a, and a gradients from b."""
-        least = min(*nodes_a, *nodes_b)
-        near_a, near_b = tuple(n - least for n in nodes_a), tuple(n - least for n in nodes_b)
-        key = (a, near_a, b, near_b)
+        key = (a, nodes_a, b, nodes_b)
         if key not in self._receives:
-            one, other = _shape(a, near_a), _shape(b, near_b)
-            self._receives[key] = (
-                max(self.cost.receive(one, other)),
-                max(self.cost.receive(other, one)),
-            )
+            # Nodes numbered as they appear: where in its pipeline a boundary is does not matter.
+            seen: dict[int, int] = {}
+            near_a, near_b = (tuple(seen.setdefault(n, len(seen)) for n in of) for of in (nodes_a, nodes_b))
+            alike = (a, near_a, b, near_b)
+            if alike not in self._receives:
+                one, other = _shape(a, near_a), _shape(b, near_b)
+                self._receives[alike] = (
+                    max(self.cost.receive(one, other)),
+                    max(self.cost.receive(other, one)),
+                )
+            self._receives[key] = self._receives[alike]
         return self._receives[key]
 
 
