@@ -17,6 +17,7 @@ from planner.profile.table import ProfileTable
 from planner.request import PlanRequest
 from planner.search import eth
 from planner.search.cheapest import cheapest_plan, finder
+from planner.search.collecting import collecting_seldom
 from planner.search.control import OF_ALL, SearchControl, SearchOptions
 from planner.search.shortlist import Offer, Shortlist, ignore, pipelines_key, rank_of
 from planner.search.stopping import stoppable
@@ -99,8 +100,9 @@ def find_plan(
             return cheapest_plan(request, find, profile=profile, progress=tell, offer=offer)
         return strategy(request, profile=profile, progress=tell, offer=offer)
 
-    plan = stoppable(search, control, rank=rank_of(request.objective), offer=offer)
-    done = _completed(plan, profile)
+    with collecting_seldom():
+        plan = stoppable(search, control, rank=rank_of(request.objective), offer=offer)
+        done = _completed(plan, profile)
     seconds = time.perf_counter() - start
     return done.model_copy(update={"search": {"seconds": round(seconds, 3), **(plan.search or {})}})
 
