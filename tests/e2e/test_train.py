@@ -207,7 +207,10 @@ def test_a_stopped_run_says_what_it_wrote_and_leaves_nothing(tmp_path: Path, num
     code, out, err = run.end(seconds=60)
     assert code == 130, err
     assert "stopped after iteration" in err
-    assert f"run folder: {tmp_path / 'run'} (job.yaml, plan.json, metrics.jsonl, summary.json)" in out
+    assert (
+        f"run folder: {tmp_path / 'run'} (job.yaml, plan.json, metrics.jsonl, environment.jsonl, log.txt, summary.json)"
+        in out
+    )
     assert run.leaves_nothing()
 
 
