@@ -28,6 +28,7 @@ _SUFFIXES: dict[str, Format] = {
     ".idx": "megatron",
     ".bin": "megatron",
 }
+_PACKED = frozenset((".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tgz", ".xz", ".zip", ".zst"))
 
 
 def silent(*_: object) -> None:
@@ -65,6 +66,13 @@ def format_of(source: TextSource, files: Sequence[Path]) -> Format:
     """The format that the source says, or that its files' suffixes do. UserError if these are of several."""
     if source.format != "auto":
         return source.format
+    packed = next((file for file in files if file.suffix.lower() in _PACKED), None)
+    if packed is not None:
+        # As text they would be learned byte by byte.
+        raise UserError(
+            f"{source.field}.path = {str(source.path)!r} holds a packed file ({packed.name}), which is no text;"
+            f" unpack it, leave it out by {source.field}.pattern, or set {source.field}.format to read its bytes"
+        )
     found: dict[Format, Path] = {}
     for file in files:
         found.setdefault(_SUFFIXES.get(file.suffix, "text"), file)

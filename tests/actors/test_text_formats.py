@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -119,6 +120,19 @@ def test_a_format_can_be_chosen_against_the_suffix(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.txt", ["a"])
     assert tokens_of(path, tmp_path / "cache", format="jsonl").count == 2
     assert tokens_of(path, tmp_path / "cache").count > 10
+
+
+def test_packed_files_are_not_learned_byte_by_byte(tmp_path: Path) -> None:
+    """Unless somebody says so."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(
+        UserError, match=r"holds a packed file \(a.jsonl.gz\), .*; unpack it, leave it out by"
+    ):
+        tokens_of(path, tmp_path / "cache")
+    with pytest.raises(UserError, match="holds a packed file"):
+        tokens_of(tmp_path, tmp_path / "cache")
+    assert tokens_of(path, tmp_path / "cache", format="text").count == path.stat().st_size + 1
 
 
 @settings(max_examples=25, deadline=None)
