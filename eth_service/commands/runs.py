@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,8 +59,9 @@ def list_(
     """Show every run below a folder, the newest last."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the one that holds the run folders")
-    found = [path for path in folder.iterdir() if _is_run(path)]
-    found.sort(key=lambda path: (path / "job.yaml").stat().st_mtime)
+    with _readable(folder):
+        found = [path for path in _open_folders(folder) if _is_run(path)]
+        found.sort(key=lambda path: (path / "job.yaml").stat().st_mtime)
     if not found:
         raise UserError(f"{folder} holds no run folder; eth train makes them")
     lines = [line for path in found if (line := _listed(path)) is not None]
@@ -194,7 +198,29 @@ def _names(runs: list[Path], lines: list[RunLine]) -> list[str]:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "job.yaml").is_file() and (path / "metrics.jsonl").is_file()
+    return os.path.isfile(path / "job.yaml") and os.path.isfile(path / "metrics.jsonl")
+
+
+def _open_folders(folder: Path) -> Iterator[Path]:
+    """What lies in a folder; folders that cannot be looked into are told."""
+    from eth_service.commands.common import tell
+
+    for path in sorted(folder.iterdir()):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            tell(f"{path} cannot be looked into and is left out")
+        else:
+            yield path
+
+
+@contextmanager
+def _readable(what: Path) -> Iterator[None]:
+    """UserError for files that cannot be read, of what was named."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or what} cannot be read: {error.strerror}; make it readable"
+        ) from None
 
 
 def _check_run(run: Path) -> None:
@@ -203,6 +229,11 @@ def _check_run(run: Path) -> None:
 
 
 def _line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
+    with _readable(run):
+        return _read_line(run, kept)
+
+
+def _read_line(run: Path, kept: list[Checkpoint] | None) -> RunLine:
     from actors.job import read_job
     from actors.metrics import data_wait_share
     from eth_service.run_files import read_summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import uuid
@@ -64,14 +65,26 @@ def test_runs_are_listed_with_how_they_ended(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_run_that_cannot_be_read_is_told_and_hides_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, job, plan = (make_run(tmp_path, name, [3.0, 2.0]) for name in ("whole", "job", "plan"))
+    names = ("whole", "job", "plan", "rows", "closed")
+    whole, job, plan, rows, closed = (make_run(tmp_path, name, [3.0, 2.0]) for name in names)
     (job / "job.yaml").write_text("name: [")
     (plan / "plan.json").write_text("{")
+    # A file that not even root can read.
+    (rows / "metrics.jsonl").unlink()
+    (rows / "metrics.jsonl").symlink_to("/proc/self/mem")
+    # Permissions would not keep root out.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
     code, out, err = eth(capsys, "list", tmp_path, "--json")
     assert code == 0 and [json.loads(line)["folder"] for line in out.splitlines()] == [str(whole)]
-    assert err.count("\n") == 2
+    assert err.count("\n") == 4
+    assert f"eth: {rows} is left out: {rows} cannot be read: Input/output error; make it readable\n" in err
+    assert f"eth: {closed} cannot be looked into and is left out\n" in err
+    assert eth(capsys, "show", rows)[::2] == (
+        2,
+        f"eth: {rows} cannot be read: Input/output error; make it readable\n",
+    )
     assert f"eth: {job} is left out: job file {job}/job.yaml is not valid YAML or JSON" in err
     assert f"eth: {plan} is left out: plan file {plan}/plan.json is not valid YAML or JSON" in err
     shutil.rmtree(whole)
