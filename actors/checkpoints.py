@@ -7,17 +7,16 @@ A checkpoint is a folder `step-<iteration>` of torch's distributed checkpoint fi
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar, cast
+from typing import Literal, Protocol, TypeVar, cast
 
-import xxhash
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field
 
+from actors.file_sums import FileSum, file_sum
 from actors.job import Training
 from actors.storage import StoragePath, base_name, reason, remove_tree, rename, unusable
 from planner.errors import Contract, UserError, parse, read_yaml
@@ -26,55 +25,8 @@ from planner.plan import Plan
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_CHUNK_BYTES = 1 << 20
 
-Algorithm = Literal["xxh3_128", "sha256"]
 Place = TypeVar("Place", bound=StoragePath)
-
-
-class FileSum(Contract):
-    """Size and checksum of a file, in hexadecimal: XXH3 of 128 bits. Manifests of before have a SHA-256 in its place.
-
-    It tells truncated and altered bytes, not those that someone forged: whoever can write the files can write the
-    manifest. SHA-256 took half of a save's processor time.
-    """
-
-    bytes: int = Field(ge=0)
-    xxh3_128: str | None = None
-    sha256: str | None = None
-
-    @model_validator(mode="after")
-    def _one_sum(self) -> Self:
-        if (self.xxh3_128 is None) == (self.sha256 is None):
-            raise ValueError("a file has one checksum, xxh3_128 or sha256")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _known_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """Of which algorithm the checksum is."""
-        return "sha256" if self.xxh3_128 is None else "xxh3_128"
-
-
-class Summing:
-    """Size and checksum of bytes as they pass."""
-
-    def __init__(self, algorithm: Algorithm = "xxh3_128") -> None:
-        self._algorithm = algorithm
-        self._digest = hashlib.sha256() if algorithm == "sha256" else xxhash.xxh3_128()
-        self._bytes = 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take further bytes. While it sums more than 100 KB at once other threads have the interpreter."""
-        self._digest.update(data)
-        self._bytes += len(data)
-
-    def sum(self) -> FileSum:
-        """Of what has passed so far."""
-        return FileSum.model_validate({"bytes": self._bytes, self._algorithm: self._digest.hexdigest()})
 
 
 class DataIdentity(Contract):
@@ -252,8 +204,8 @@ def latest(folder: StoragePath) -> Checkpoint:
                     " one before it"
                 ) from None
     raise UserError(
-        f"{folder} holds no whole checkpoint to go on from; set checkpoint.every in the job and train"
-        " again with --overwrite"
+        f"{folder} holds no whole checkpoint to go on from; train again with --overwrite, with checkpoint.every"
+        " in the job"
     )
 
 
@@ -276,35 +228,38 @@ def write_manifest(path: StoragePath, manifest: Manifest) -> None:
     rename(partial, path / MANIFEST)
 
 
-def file_sum(path: StoragePath, algorithm: Algorithm = "xxh3_128") -> FileSum:
-    """Size and checksum of a file, read a chunk at a time."""
-    summing = Summing(algorithm)
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            summing.update(chunk)
-    return summing.sum()
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a file of a checkpoint, in a line. One that may not be read is not `lost`: it may be whole."""
+
+    told: str
+    lost: bool = True
 
 
-def problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """What is wrong with a checkpoint's files, a line each; nothing if every byte is as it was written."""
+def problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What is wrong with a checkpoint's files; nothing if every byte is as it was written."""
     for name, expected in checkpoint.manifest.files.items():
         path = checkpoint.path / name
         try:
             found = file_sum(path, expected.algorithm)
         except OSError as error:
-            yield f"{path} cannot be read: {reason(error)}"
+            yield Problem(
+                f"{path} cannot be read: {reason(error)}", lost=not isinstance(error, PermissionError)
+            )
             continue
         if found.bytes != expected.bytes:
-            yield f"{path} has {found.bytes} bytes and not {expected.bytes}"
+            yield Problem(f"{path} has {found.bytes} bytes and not {expected.bytes}")
         elif found != expected:
-            yield f"{path} was changed after it was written: its checksum is another"
+            yield Problem(f"{path} was changed after it was written: its checksum is another")
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
     """UserError that names the first file of a checkpoint that is not as it was written."""
     for problem in problems(checkpoint):
+        if not problem.lost:
+            raise UserError(f"{problem.told}; make it readable, or use another checkpoint")
         raise UserError(
-            f"{problem}; delete this checkpoint (eth checkpoint delete {checkpoint.path}) and use another,"
+            f"{problem.told}; delete this checkpoint (eth checkpoint delete {checkpoint.path}) and use another,"
             " such as the one before it"
         )
 

@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from actors.checkpoints import (
     MANIFEST,
-    FileSum,
     Manifest,
     prune,
     write_manifest,
@@ -46,6 +45,7 @@ from actors.checkpoints import (
 from actors.engine.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
 from actors.engine.late_copy import Address, LateCopies
 from actors.engine.state_slices import StateSlice
+from actors.file_sums import FileSum
 from actors.storage import StoragePath, remove_tree
 from planner.errors import UserError
 

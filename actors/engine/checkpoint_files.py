@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from actors.checkpoints import FileSum, Summing
 from actors.engine.late_copy import PIECE_BYTES, LateCopies
+from actors.file_sums import FileSum, Summing
 from actors.storage import RemotePath, StoragePath, rename
 
 METADATA = ".metadata"

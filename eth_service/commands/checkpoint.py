@@ -88,9 +88,11 @@ def verify(folder: Folder) -> None:
     for checkpoint in found:
         told = list(problems(checkpoint))
         bad += bool(told)
-        for line in told:
-            print(line)
-        if told:
+        for problem in told:
+            print(problem.told)
+        if told and not any(problem.lost for problem in told):
+            print(f"{checkpoint.path} may be whole: make its files readable and verify it again")
+        elif told:
             print(
                 f"{checkpoint.path} is not whole: delete it (eth checkpoint delete {checkpoint.path}); eth train"
                 " --resume then goes on from the one before it"

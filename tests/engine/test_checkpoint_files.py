@@ -172,7 +172,7 @@ def test_a_truncated_file_is_named(saved: Path) -> None:
     victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
     (checkpoint,) = checkpoints(saved.parent)
     (problem,) = problems(checkpoint)
-    assert str(victim) in problem and "bytes" in problem
+    assert str(victim) in problem.told and "bytes" in problem.told
     with pytest.raises(UserError, match="cannot be read"):
         whole_state(saved, STAGES)
 

@@ -18,15 +18,16 @@ from actors.checkpoints import (
     Place,
     Progress,
     best,
+    check_whole,
     checkpoint_path,
     checkpoints,
-    file_sum,
     incomplete,
     latest,
     prune,
     write_manifest,
 )
 from actors.engine.weight_files import check_weights
+from actors.file_sums import FileSum, file_sum
 from actors.job import Checkpointing, Training
 from actors.run_weights import run_weights
 from actors.save_schedule import SaveSchedule
@@ -130,7 +131,23 @@ def test_every_byte_is_looked_at(run: StoragePath, capsys: pytest.CaptureFixture
     write(altered, whole[:-1])
     assert f"{altered} has {len(whole) - 1} bytes and not {len(whole)}" in eth(capsys, "verify", run)[1]
     altered.unlink()
-    assert f"{altered} cannot be read" in eth(capsys, "verify", run)[1]
+    code, out, _ = eth(capsys, "verify", run)
+    assert code == 1 and f"{altered} cannot be read" in out and "eth checkpoint delete" in out
+
+
+def test_what_may_not_be_read_need_not_be_deleted(
+    run: StoragePath, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: StoragePath, algorithm: str) -> FileSum:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # Permissions do not hold for the superuser, who may be running this.
+    monkeypatch.setattr("actors.checkpoints.file_sum", refused)
+    code, out, _ = eth(capsys, "verify", run)
+    assert code == 1 and "Permission denied" in out and "make its files readable" in out
+    assert "delete" not in out
+    with pytest.raises(UserError, match=r"Permission denied; make it readable, or use another"):
+        check_whole(latest(run / "checkpoints"))
 
 
 def test_a_manifest_with_the_sums_of_before_is_verified(

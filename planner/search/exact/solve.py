@@ -225,7 +225,7 @@ class ExactSolver:
             shared, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, which=which, tick=self.tick
         )
         self.statistics["chains"] += len(chains.chains)
-        if priced is None or priced.least(which) >= goal:
+        if priced is None or (again and priced.least(which) >= goal):
             return None
         return shared, budget, priced
 
