@@ -43,7 +43,8 @@ from paired_runs import Shape, host_plan, interval, made_up_tokens, training_of
 from rank_processes import meet, run_ranks
 
 from actors.checkpoints import checkpoint_path, latest
-from actors.engine.checkpoint import SavedCheckpoint, give_way
+from actors.engine.checkpoint import SavedCheckpoint
+from actors.engine.checkpoint_files import give_way
 from actors.engine.late_copy import LateCopies
 from actors.engine.trainer import Trainer, TrainerConfig
 from planner.plan import Plan

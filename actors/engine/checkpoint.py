@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import sys
 import threading
 import time
 import warnings
@@ -48,9 +46,6 @@ from actors.engine.state_slices import StateSlice
 from actors.file_sums import FileSum
 from actors.storage import StoragePath, remove_tree
 from planner.errors import UserError
-
-# Of niceness, the most there is: where training wants all cores too, 1.5 % of one. Of 10 it was a tenth.
-_LEAST_URGENT = 19
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,6 @@ class CheckpointWriter:
     def _save(
         self, path: StoragePath, copies: LateCopies, manifest: Manifest, start: float, waited: float
     ) -> None:
-        give_way()
         error, prune_error, size = None, None, 0
         try:
             size = _write(path, copies, manifest, rank=self._rank, group=self._group)
@@ -155,15 +149,6 @@ class CheckpointWriter:
         except (OSError, UserError) as failure:
             return _cause(failure)
         return None
-
-
-def give_way() -> None:
-    """Let this thread have a small part of a core that training wants too: where all cores are busy, a save takes
-    longer and training hardly does. Linux alone knows priorities of threads."""
-    if sys.platform == "linux":
-        # A container may forbid it.
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
 
 
 def load_slices(path: StoragePath, slices: Iterable[StateSlice]) -> None:

@@ -6,8 +6,11 @@ import dataclasses
 import io
 import os
 import pickle
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,6 +27,8 @@ from actors.file_sums import FileSum, Summing
 from actors.storage import RemotePath, StoragePath, rename
 
 METADATA = ".metadata"
+# Of niceness, the most there is: where training wants all cores too, 1.5 % of one. Of 10 it was a tenth.
+_LEAST_URGENT = 19
 # All that torch writes into `.metadata`, beside the names of dtypes.
 _NAMES = {
     "torch": ("Size",),
@@ -42,6 +47,15 @@ _NAMES = {
     # The place of checkpoints that were written before other storage was known.
     "pathlib": ("PosixPath",),
 }
+
+
+def give_way() -> None:
+    """Let this thread have a small part of a core that training wants too: where all cores are busy, a save takes
+    longer and training hardly does. Linux alone knows priorities of threads."""
+    if sys.platform == "linux":
+        # A container may forbid it.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
 
 
 class CheckpointFileWriter(dcp.FileSystemWriter):
@@ -64,8 +78,8 @@ class CheckpointFileWriter(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As torch's own, to the byte, but for where a tensor's bytes come from: its writer would want whole tensors,
         which nothing changes."""
-        # Sums of its own that torch would add to every tensor tell nothing that ours of the files do not.
-        torch.serialization.set_crc32_options(False)
+        # Not sooner: planning is short and keeps the interpreter, and so must not be kept from a core.
+        give_way()
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with self._files.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
             results = [self._write_item(stream, name, item) for item in plan.items]
@@ -80,23 +94,13 @@ class CheckpointFileWriter(dcp.FileSystemWriter):
         assert item.index.offset is not None
         address = item.index.fqn, tuple(item.index.offset)
         tensor, start = self._copies.slice(address).tensor, stream.bytes
-        filled = _Filled(stream, self._copies.pieces(address))
-        try:
-            # Torch leaves room for what the tensor holds: this one's memory is never touched, and so takes none.
-            with torch.serialization.skip_data():
-                torch.save(torch.empty(tensor.shape, dtype=tensor.dtype), cast(IO[bytes], filled))
-        except Exception:
-            if filled.failure is None:
-                raise
-        if filled.failure is not None:
-            # Of a full disk torch says that positions do not agree.
-            raise filled.failure
-        filled.finish()
-        if not filled.room == filled.bytes == tensor.nbytes:
-            raise RuntimeError(
-                f"torch left room for {filled.room} bytes of {item.index} and {filled.bytes} came, of {tensor.nbytes}"
-            )
+        head, foot = _frame(tuple(tensor.shape), tensor.dtype)
+        stream.write(head)
+        for piece in self._copies.pieces(address):
+            stream.write(piece)
+        stream.write(foot)
         length = stream.bytes - start
+        assert length == len(head) + tensor.nbytes + len(foot)
         return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
     @property
@@ -193,43 +197,44 @@ class _Summing:
         return getattr(self._stream, name)
 
 
-class _Filled:
-    """Passes what torch writes of a tensor to a stream, and `pieces` where torch leaves room for its bytes.
+@cache
+def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the elements of a contiguous tensor: the same for every one of its shape.
 
-    Torch writes a tensor's head and foot in dozens of small parts: the stream gets them in one.
+    Torch takes a fifth of a millisecond each time, in dozens of small parts, and has the interpreter meanwhile. The
+    thread that saves must not: of low priority, it may keep training waiting for long.
     """
+    frame = _Frame()
+    # Sums of its own that torch would add to every tensor tell nothing that ours of the files do not.
+    torch.serialization.set_crc32_options(False)
+    # Torch leaves room for what the tensor holds: this one's memory is never touched, and so takes none.
+    tensor = torch.empty(shape, dtype=dtype)
+    with torch.serialization.skip_data():
+        torch.save(tensor, cast(IO[bytes], frame))
+    head, foot = frame.parts
+    if frame.room != tensor.nbytes:
+        raise RuntimeError(f"torch left room for {frame.room} bytes of a tensor of {tensor.nbytes}")
+    return bytes(head), bytes(foot)
 
-    def __init__(self, stream: _Summing, pieces: Iterator[memoryview]) -> None:
-        self._stream, self._pieces = stream, pieces
-        self._small = bytearray()
-        self.room, self.bytes = 0, 0
-        """Bytes that torch left room for, and that were filled."""
-        self.failure: Exception | None = None
-        """What went wrong while torch wrote."""
+
+class _Frame:
+    """A stream that takes what torch writes of one tensor, in parts between which it left room."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray()]
+        self.room = 0
 
     def write(self, data: Any) -> int:
-        self._small += data
+        self.parts[-1] += data
         return len(data)
 
     def seek(self, size: int, whence: int) -> None:
-        """Fill room of so many bytes."""
         assert whence == os.SEEK_CUR, whence
         self.room += size
-        try:
-            self.finish()
-            for piece in self._pieces:
-                self.bytes += self._stream.write(piece)
-        except Exception as error:
-            self.failure = error
-            raise
+        self.parts.append(bytearray())
 
     def flush(self) -> None:
-        """For torch, that calls it at the end; `finish` is what comes then."""
-
-    def finish(self) -> None:
-        """Pass the small parts so far."""
-        small, self._small = self._small, bytearray()
-        self._stream.write(small)
+        """There is nothing behind it."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

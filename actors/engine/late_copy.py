@@ -70,11 +70,15 @@ class LateCopies:
         that writes, once a slice. RuntimeError if training could not copy."""
         piece = self._live.get(address)
         live = None if piece is None else _bytes(piece.tensor)
+        copied: Bytes | None = None
         size = self._slices[address].tensor.nbytes
         for start in range(0, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
             read = None if live is None else self._read(address, live[start:stop], last=stop == size)
-            yield (self._copied_bytes(address)[start:stop] if read is None else read).data
+            if read is None:
+                copied = self._copied_bytes(address) if copied is None else copied
+                read = copied[start:stop]
+            yield read.data
 
     def take(self) -> None:
         """Copy what is not read yet. For the thread that trains, each time before it changes what is saved; the first
@@ -102,7 +106,7 @@ class LateCopies:
 
     def _read(self, address: Address, live: Bytes, *, last: bool) -> Bytes | None:
         """A piece as it is in the live tensor; None once training may be changing it."""
-        if self._begun():
+        if self._taken:
             return None
         read = self._buffer[: live.size]
         # Not by torch, which would make this thread a pool of others to copy with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -100,8 +101,12 @@ def test_a_full_disk_is_told_wherever_in_a_file_it_is_met(tmp_path: Path, room: 
     plan = dataclasses.replace(
         _SliceSavePlanner(copies.slices).create_local_plan(), storage_data=_StoragePrefix("__0_")
     )
-    with patch.object(_Summing, "write", to_small_disk), pytest.raises(OSError, match="No space left"):
-        CheckpointFileWriter(tmp_path, copies).write_data(plan, DefaultSavePlanner())
+    writer = CheckpointFileWriter(tmp_path, copies)
+    # On a thread, whose priority it lowers.
+    with patch.object(_Summing, "write", to_small_disk), ThreadPoolExecutor(1) as thread:
+        written = thread.submit(writer.write_data, plan, DefaultSavePlanner())
+        with pytest.raises(OSError, match="No space left"):
+            written.result()
 
 
 def _train_through_outage(
