@@ -17,7 +17,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Literal
 
 from planner.model_spec import ModelSpec
@@ -165,29 +166,31 @@ def partition(parameter: Parameter, degrees: Sequence[int]) -> tuple[Cut, ...]:
 
 
 def _owner(ranges: Sequence[tuple[int, int]], index: int) -> int:
-    return next(i for i, (start, stop) in enumerate(ranges) if start <= index < stop)
+    """Shards are as long as the first, but for the last ones."""
+    (_, length), owner = ranges[0], index // ranges[0][1]
+    assert ranges[owner][0] == owner * length <= index < ranges[owner][1]
+    return owner
 
 
 def combine(model: ModelSpec, layouts: Sequence[StageLayout]) -> Iterator[CombinedRange]:
     """Per region, the atoms with the same holders as one range; regions in forward order."""
     pieces = _Pieces()
-    ranges: dict[tuple[Region, BlockKind, tuple[int, ...]], list[Atom]] = {}
-    weights: dict[tuple[BlockKind, tuple[int, ...]], tuple[float, ...]] = {}
-    stages: dict[tuple[Region, bool], tuple[StageLayout, ...]] = {}
-    # Hashing hundreds of stages takes longer than all the rest, so that stages are numbered once a region.
+    # Hashing hundreds of stages or ranks takes longer than all the rest, so that stages are numbered once a region and
+    # holders once a piece.
     numbers: dict[tuple[StageLayout, ...], int] = {}
-    number: dict[tuple[Region, bool], int] = {}
-    for parameter in model_parameters(model):
-        place = (parameter.region, parameter.tied)
-        if place not in stages:
-            stages[place] = tuple(layout for layout in layouts if layout.holds(parameter))
-            number[place] = numbers.setdefault(stages[place], len(numbers))
-        for piece in pieces.of(parameter, stages[place], number[place]):
-            weights[piece.kind, piece.holders] = piece.weights
-            atom = Atom(parameter.name, piece.tp_range, piece.numel)
-            ranges.setdefault((parameter.region, piece.kind, piece.holders), []).append(atom)
-    for (region, kind, holders), atoms in ranges.items():
-        yield CombinedRange(region, kind, holders, weights[kind, holders], tuple(atoms))
+    for region, parameters in groupby(model_parameters(model), key=attrgetter("region")):
+        ranges: dict[int, tuple[_Piece, list[Atom]]] = {}
+        stages: dict[bool, tuple[tuple[StageLayout, ...], int]] = {}
+        for parameter in parameters:
+            if parameter.tied not in stages:
+                held = tuple(layout for layout in layouts if layout.holds(parameter))
+                stages[parameter.tied] = held, numbers.setdefault(held, len(numbers))
+            for piece, group in pieces.of(parameter, *stages[parameter.tied]):
+                if group not in ranges:
+                    ranges[group] = piece, []
+                ranges[group][1].append(Atom(parameter.name, piece.tp_range, piece.numel))
+        for piece, atoms in ranges.values():
+            yield CombinedRange(region, piece.kind, piece.holders, piece.weights, tuple(atoms))
 
 
 @dataclass(frozen=True)
@@ -203,14 +206,21 @@ class _Pieces:
     """The pieces of a parameter for the stages that hold it: worked out once a distinct shape and stages."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[_Piece, ...]] = {}
+        self._known: dict[object, tuple[tuple[_Piece, int], ...]] = {}
+        self._groups: dict[tuple[BlockKind, tuple[int, ...]], int] = {}
 
-    def of(self, parameter: Parameter, stages: tuple[StageLayout, ...], number: int) -> tuple[_Piece, ...]:
-        """`number` stands for the stages, in every call for the same ones."""
+    def of(
+        self, parameter: Parameter, stages: tuple[StageLayout, ...], number: int
+    ) -> tuple[tuple[_Piece, int], ...]:
+        """Each with a number that stands for its kind and holders. `number` stands for the stages, in every call for
+        the same ones."""
         key = (parameter.shape, parameter.tp_dim, parameter.tied, parameter.padded, number)
         if key not in self._known:
             make = _replicated if parameter.tp_dim is None else _sharded
-            self._known[key] = tuple(make(parameter, stages))
+            self._known[key] = tuple(
+                (piece, self._groups.setdefault((piece.kind, piece.holders), len(self._groups)))
+                for piece in make(parameter, stages)
+            )
         return self._known[key]
 
 
