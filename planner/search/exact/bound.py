@@ -33,7 +33,7 @@ from planner.search.exact.bound_columns import MOST_CELLS, Holding, WholePipelin
 from planner.search.exact.bound_single import single_pipeline_seconds
 from planner.search.exact.columns import Box
 from planner.search.exact.priced_chains import PricedChains
-from planner.search.exact.prices import Budget, DevicePrices, Intervals
+from planner.search.exact.prices import Budget, DevicePrices, Intervals, find_prices, first_chains
 from planner.search.exact.ranking import Ranking
 from planner.search.exact.stage_table import FloatArray, StageTable, with_in_flight
 
@@ -51,6 +51,9 @@ RELAXATIONS = (
 
 # Cells this close to the lowest are cut with it.
 _NEAR = 1.01
+# Up to so many devices it takes little to find prices that suit the bound's tables, this close, where fractions of
+# pipelines are all that is bounded.
+_SETTLED_DEVICES, _SETTLED = int(__import__("os").environ.get("SD", "64")), 1e-3
 # Count vectors of the largest cluster for which the periods of a single pipeline are looked up by its devices.
 _MOST_HELD = 1_200
 
@@ -73,12 +76,28 @@ def lower_bound(
     held = box if box.cells <= _MOST_HELD else None
     found = single_pipeline_seconds(tables(1), budget, prices(1), upper=upper, box=held, tick=tick)
     if budget.pipelines > 1:
-        part = Part(tables(2), budget, prices(budget.pipelines), found, whole=small is not None, tick=tick)
+        several = list(tables(2))
+        known = prices(budget.pipelines)
+        if small is None and sum(budget.counts) <= _SETTLED_DEVICES:
+            known = _settled_prices(several, known, budget, tick)
+        part = Part(several, budget, known, found, whole=small is not None, tick=tick)
         seconds = part.fractional()
         if seconds < found and small is not None:
             seconds = max(seconds, part.whole(found, Holding(small)))
         found = min(found, seconds)
     return found
+
+
+def _settled_prices(
+    tables: Sequence[StageTable], known: DevicePrices, budget: Budget, tick: Callable[[], None]
+) -> DevicePrices:
+    """Those at which no chain of the bound's own tables is worth more than its devices."""
+    plain = [table.without_covers() for table in tables]
+    chains = first_chains(plain, budget)
+    if not chains.chains:
+        return known
+    found = find_prices(plain, chains, budget, rounds=ROUNDS, close=_SETTLED, tick=tick)
+    return found.prices if found else known
 
 
 class Part:

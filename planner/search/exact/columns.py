@@ -192,7 +192,7 @@ def first_period(table: StageTable, box: Box, *, stages: int, periods: FloatArra
     low, high, most = 0, len(periods), max(_FEW_PERIODS, _TRIED_CELLS // box.cells)
     # Longer periods never hold less, so a few of those that are left at a time are enough.
     while low < high:
-        tried = np.unique(np.linspace(low, high - 1, min(most, high - low)).astype(int))
+        tried = np.linspace(low, high - 1, min(most, high - low)).astype(int)
         enough = _most_layers(table, box, stages, periods[tried]) >= table.layers
         if not enough.any():
             low = int(tried[-1]) + 1

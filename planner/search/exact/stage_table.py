@@ -178,6 +178,10 @@ class StageTable:
         """By the bytes of the prices; `cost` fills this."""
         return {}
 
+    def without_covers(self) -> StageTable:
+        """The table of its choices alone."""
+        return replace(self.kept(range(len(self.choices))), covers=())
+
     def kept(self, choices: Sequence[int]) -> StageTable:
         """Some of the choices."""
         index = list(choices)
