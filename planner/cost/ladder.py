@@ -122,6 +122,16 @@ def _turns_right(
     return rise * (c[0] - a[0]) > (c[1] - a[1]) * run * (1 + _STRAIGHT)
 
 
+def _distinct(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Each row once, in ascending order, the first column first: `np.unique` by rows, which takes ten times as long."""
+    width = rows.shape[1]
+    assert width < 63
+    numbers = rows @ (1 << np.arange(width, dtype=np.int64)[::-1])
+    order = np.argsort(numbers)
+    distinct: npt.NDArray[np.bool_] = rows[order[np.diff(numbers[order], prepend=-1) > 0]]
+    return distinct
+
+
 @cache
 def _sets(
     flow: tuple[tuple[str, str | None, tuple[str, ...], bool], ...],
@@ -146,7 +156,7 @@ def _sets(
                     if reader in index:
                         needed |= again[:, index[reader]]
         again[:, index[name]] = chosen[:, index[name]] & needed
-    again = np.unique(again, axis=0)
+    again = _distinct(again)
     given_up = np.zeros((len(again), len(flow)))
     for column, (_, producer, readers, saved) in enumerate(flow):
         made = again[:, index[producer]] if producer is not None else np.zeros(len(again), dtype=bool)
