@@ -238,6 +238,11 @@ def first_chains(tables: Sequence[StageTable], budget: Budget) -> ChainPool:
     return pool
 
 
+def any_table(table: StageTable) -> bool:
+    """Every table matters."""
+    return True
+
+
 def find_prices(
     tables: Sequence[StageTable],
     pool: ChainPool,
@@ -246,7 +251,7 @@ def find_prices(
     rounds: int,
     close: float,
     goal: float = np.inf,
-    which: Callable[[StageTable], bool] = lambda table: True,
+    which: Callable[[StageTable], bool] = any_table,
     tick: Callable[[], None] = lambda: None,
 ) -> Priced | None:
     """Prices at which no chain is worth more than its devices by a share `close`; the pool grows on the

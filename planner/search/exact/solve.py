@@ -20,6 +20,7 @@ from planner.search.exact.prices import (
     Budget,
     ChainPool,
     Priced,
+    any_table,
     find_prices,
     first_chains,
 )
@@ -220,7 +221,7 @@ class ExactSolver:
             return None
         # Without replicas of a stage ZeRO-2 is ZeRO-1, which was searched before.
         again = zero_stage == 2 and 1 in self.request.zero_stages
-        which = _has_replicas if again else _any_table
+        which = _has_replicas if again else any_table
         priced = find_prices(
             shared, chains, budget, rounds=_ROUNDS, close=_CLOSE, goal=goal, which=which, tick=self.tick
         )
@@ -338,10 +339,6 @@ class ExactSolver:
             self._offer(candidate.plan)
             self.tick()
             yield candidate
-
-
-def _any_table(table: StageTable) -> bool:
-    return True
 
 
 def _has_replicas(table: StageTable) -> bool:
